@@ -1,0 +1,127 @@
+"""The records that flow through one training step, in the order in which data meets them.
+
+Shape legend, used in every signature and as name suffix in bodies (`logits_BTV`):
+
+    N  prompts in a batch             B  rows: one prompt with one completion
+    G  completions of one prompt      T  positions of a row
+    P  prompt positions (padded)      C  completion positions (padded)
+    M  micro-batches                  S  prompts in one micro-batch
+    L  layers                         V  vocabulary
+    D  hidden size                    F  MLP size
+    H  query heads                    K  key/value heads        A  head size
+
+Sequences are padded on the right and come with their lengths. A mask is always
+made from lengths, never from token ids: the padding id may be a real token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+from jaxtyping import Array, Float, Int
+
+
+class Finish(enum.IntEnum):
+    """Why a completion ended."""
+
+    LENGTH = 0  # cut by the token limit: it has no end-of-sequence token
+    EOS = 1  # the last sampled token is an end-of-sequence token
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One question with a verifiable answer.
+
+    Example: `Problem(id=7, task="arithmetic", prompt="12+9=", answer="21")`
+    """
+
+    id: int  # unique in its split and stable between runs: random keys are made from it
+    task: str
+    prompt: str
+    answer: str
+    solution: str | None = None  # a worked answer, for supervised warm starts
+    source: str = ""  # where it came from, "file.jsonl:12", for error messages
+    prompt_ids: tuple[int, ...] = ()  # filled once, by `tokenization.encode_problems`
+
+
+class Grade(NamedTuple):
+    """The verdict on one completion. Example: `Grade(reward=1.0, correct=True, extracted="21")`"""
+
+    reward: float
+    correct: bool
+    extracted: str | None  # the answer found in the text, None when there is none
+
+
+@flax.struct.dataclass
+class Rollout:
+    """Completions as they were sampled. Ids are never decoded and encoded again.
+
+    Example, one prompt with two completions, end-of-sequence id 1:
+
+        prompts            [[5, 6, 7, 0]]           prompt_lengths  [3]
+        tokens             [[[8, 1, 0], [8, 9, 4]]]  lengths         [[2, 3]]
+        logprobs           [[[-.1, -.2, 0], [-.1, -.9, -.3]]]
+        finish             [[EOS, LENGTH]]           problem_ids     [7]
+
+    `logprobs` are natural logarithms under the sampling temperature; slots at or
+    beyond `lengths` hold padding and zeros.
+    """
+
+    problem_ids: Int[Array, " N"]
+    prompts: Int[Array, "N P"]
+    prompt_lengths: Int[Array, " N"]
+    tokens: Int[Array, "N G C"]
+    logprobs: Float[Array, "N G C"]
+    lengths: Int[Array, "N G"]
+    finish: Int[Array, "N G"]
+
+
+@flax.struct.dataclass
+class MicroBatches:
+    """What one optimizer step learns from: M micro-batches of S prompts with up to G rows each.
+
+    All rows of a prompt that are in one micro-batch share one pass over the prompt.
+    Slots without a row have `lengths == 0` and `weights == 0`; a micro-batch without
+    any row is skipped by the learner. With G == 1 this is the plain layout of one
+    row a sample.
+
+    `weights` already hold the denominator of the whole optimizer batch, so the loss is
+
+        sum over rows of weights * (sum over the row's tokens of the token loss)
+
+    whatever the number of micro-batches, their order or their padding.
+    """
+
+    prompts: Int[Array, "M S P"]
+    prompt_lengths: Int[Array, "M S"]
+    tokens: Int[Array, "M S G C"]
+    lengths: Int[Array, "M S G"]
+    logprobs: Float[Array, "M S G C"]  # of the sampler, at the sampling temperature
+    advantages: Float[Array, "M S G"]
+    weights: Float[Array, "M S G"]
+    row_ids: Int[Array, "M S G"]  # index n * G + g in the rollout, -1 where there is no row
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that the learner changes. `reference` is None when the KL penalty is off."""
+
+    step: Int[Array, ""]
+    params: Any
+    optimizer: Any
+    reference: Any | None
+
+
+Key = jax.Array
+
+
+class UserError(Exception):
+    """Bad configuration or input: one line that names the field or file, the value and the mend. Exit code 2."""
+
+
+class RunError(Exception):
+    """A run that cannot go on, in one line. Exit code 1."""
