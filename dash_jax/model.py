@@ -1,0 +1,383 @@
+"""The decoder of the Llama, Qwen2/2.5 and Qwen3 families: weights, forward pass, cache.
+
+There is one forward computation for prefill, decoding and training. It takes G
+continuations of each of N prompts and lets every position attend to
+
+* contexts: keys and values computed earlier, of the shared prompt or of the own past,
+* its own block, causally.
+
+Prefill is G = 1 without a context; training runs all completion positions against
+the prompt's keys and values; decoding runs one position against those and its own
+past. Sequences are padded on the right, so a position never sees padding of its own
+block, and a context is masked by its length alone.
+
+Linen declares each weight once (shape, logical axes, initialiser); everyone else
+sees `ModelConfig` and a plain dict of parameters. All layers' weights are stacked
+on a leading axis and scanned over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dash_jax.sharding import constrain
+from dash_jax.types import Key
+
+_MASKED = -1e30  # finite, so that 0 × masked is 0 in entropies and gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding. `kind` is Hugging Face's rope_type."""
+
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_positions: int = 0  # before the extension by `factor`
+    low_frequency_factor: float = 1.0  # llama3
+    high_frequency_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: scales cosine and sine
+    truncate: bool = True  # yarn
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and numerics of a decoder. Hashable: a static argument of jitted functions."""
+
+    vocab_size: int  # rows of the embedding
+    known_ids: int  # ids that the tokenizer has; later rows are never sampled nor scored
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_size: int
+    tied: bool = True  # the head is the transposed embedding
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm on the heads of queries and keys (Qwen3)
+    norm_epsilon: float = 1e-6
+    rope: Rope = Rope()
+    max_positions: int = 1024
+    dtype: str = "float32"  # of the computation
+    remat: Literal["none", "dots", "full"] = "full"
+
+    @property
+    def queries_per_key(self) -> int:
+        return self.heads // self.kv_heads
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of a context; keys are stored transposed, as attention reads them.
+
+    A shared context has no G axis: k [N, K, A, P], v [N, K, P, A].
+    An own context has one: k [N, G, K, A, C], v [N, G, K, C, A].
+    All layers together have a leading axis L.
+    """
+
+    k: Float[Array, "*batch K A T"]
+    v: Float[Array, "*batch K T A"]
+
+
+Length = Int[Array, ""] | Int[Array, " N"]
+
+
+def rotation_frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
+    """Angle per position of each pair of channels [A/2], float32, and the scale of cosine and sine.
+
+    Formulas: linear (arXiv 2306.15595), yarn (arXiv 2309.00071), llama3 (Llama 3.1's
+    piecewise scaling). `dynamic` changes nothing up to `original_positions`, and
+    `weights.model_config` refuses to go beyond.
+    """
+    exponents = np.arange(0, head_size, 2, dtype=np.float64) / head_size
+    frequencies = rope.theta**-exponents
+    scale = 1.0
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        wavelengths = 2 * math.pi / frequencies
+        low, high = rope.low_frequency_factor, rope.high_frequency_factor
+        smooth = np.clip((rope.original_positions / wavelengths - low) / (high - low), 0.0, 1.0)
+        frequencies = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    elif rope.kind == "yarn":
+
+        def channel(rotations: float) -> float:
+            period = rope.original_positions / (rotations * 2 * math.pi)
+            return head_size * math.log(period) / (2 * math.log(rope.theta))
+
+        low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_size - 1)
+        ramp = (np.arange(head_size // 2) - low) / max(high - low, 0.001)
+        keep = 1 - np.clip(ramp, 0.0, 1.0)
+        frequencies = frequencies / rope.factor * (1 - keep) + frequencies * keep
+        scale = rope.attention_factor
+    return frequencies.astype(np.float32), scale
+
+
+def init(config: ModelConfig, key: Key) -> dict[str, Any]:
+    """Random float32 weights."""
+    tokens = jnp.zeros((1, 1, 1), jnp.int32)
+    return nn.unbox(Decoder(config).init(key, tokens, tokens)["params"])
+
+
+def weight_axes(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Abstract weights (shape and dtype) and, as a tree alike, the tuple of logical axes of each."""
+    tokens = jax.ShapeDtypeStruct((1, 1, 1), jnp.int32)
+    boxed = jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens, tokens)["params"]
+    axes = jax.tree.map(
+        lambda box: box.names if isinstance(box, nn.Partitioned) else (None,) * box.ndim,
+        boxed,
+        is_leaf=lambda node: isinstance(node, nn.Partitioned),
+    )
+    return nn.unbox(boxed), axes
+
+
+def forward(
+    params: dict[str, Any],
+    config: ModelConfig,
+    tokens: Int[Array, "N G T"],
+    positions: Int[Array, "N G T"],
+    context: KeyValues | None = None,
+    context_length: Length | None = None,
+) -> tuple[Float[Array, "N G T D"], KeyValues]:
+    """Hidden states after the final norm, and this block's keys and values of all layers.
+
+    `context` holds a leading layer axis; position j of it is visible where j < context_length.
+    """
+    contexts = () if context is None else (context,)
+    lengths = () if context_length is None else (context_length,)
+    return Decoder(config).apply({"params": params}, tokens, positions, contexts, lengths)
+
+
+def decode_step(
+    params: dict[str, Any],
+    config: ModelConfig,
+    token: Int[Array, "N G"],
+    position: Int[Array, "N G"],
+    prompt: Sequence[KeyValues],
+    prompt_length: Int[Array, " N"],
+    past: Sequence[KeyValues],
+    slot: Int[Array, ""],
+) -> tuple[Float[Array, "N G D"], list[KeyValues]]:
+    """Feeds one token of every sample: hidden states for the next one, and `past` with slot `slot` written.
+
+    `params["layers"]` is a list of per-layer weights (see `unstack`), and so are the caches:
+    with one array a layer XLA writes the slot in place.
+    """
+    x = _embed(params["embedding"], token[:, :, None], config)
+    rotation = _rotation(config, position[:, :, None])
+    block, written = Block(config), []
+    for weights, of_prompt, of_past in zip(params["layers"], prompt, past, strict=True):
+        x, new = block.apply({"params": weights}, x, rotation, (of_prompt, of_past), (prompt_length, slot))
+        k = jax.lax.dynamic_update_slice_in_dim(of_past.k, new.k, slot, axis=-1)
+        v = jax.lax.dynamic_update_slice_in_dim(of_past.v, new.v, slot, axis=-2)
+        written.append(KeyValues(k, v))
+    return _rms_norm(x, params["final_norm"], config.norm_epsilon)[:, :, 0], written
+
+
+def unstack(tree: Any, layers: int) -> list[Any]:
+    """Splits the leading layer axis of every leaf."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], tree) for i in range(layers)]
+
+
+def logits(
+    params: dict[str, Any], config: ModelConfig, hidden: Float[Array, "*rows D"]
+) -> Float[Array, "*rows V"]:
+    """Float32 logits; ids that the tokenizer does not have get a huge negative one."""
+    if config.tied:
+        head, contraction = params["embedding"], "...d,vd->...v"
+    else:
+        head, contraction = params["head"], "...d,dv->...v"
+    scores = jnp.einsum(contraction, hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    if config.known_ids == config.vocab_size:
+        return scores
+    known = jnp.arange(config.vocab_size) < config.known_ids
+    return jnp.where(jnp.broadcast_to(known, scores.shape), scores, _MASKED)
+
+
+class Decoder(nn.Module):
+    """Embedding, scanned blocks, final norm."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "N G T"],
+        positions: Int[Array, "N G T"],
+        contexts: tuple[KeyValues, ...] = (),
+        lengths: tuple[Length, ...] = (),
+    ) -> tuple[Float[Array, "N G T D"], KeyValues]:
+        c = self.config
+        embedding = _weight(self, "embedding", (c.vocab_size, c.hidden_size), ("vocab", "embed"))
+        final_norm = _weight(self, "final_norm", (c.hidden_size,), (None,), nn.initializers.ones)
+        if not c.tied:
+            _weight(self, "head", (c.hidden_size, c.vocab_size), ("embed", "vocab"))
+        x = _embed(embedding, tokens, c)
+        layers = nn.scan(
+            _remat(c.remat),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(nn.broadcast, 0, nn.broadcast),
+            length=c.layers,
+            metadata_params={nn.PARTITION_NAME: None},
+        )(c, name="layers")
+        x, own = layers(x, _rotation(c, positions), contexts, lengths)
+        return _rms_norm(x, final_norm, c.norm_epsilon), own
+
+
+class Block(nn.Module):
+    """One layer: attention and gated MLP, each behind a norm and added to the residual stream."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "N G T D"],
+        rotation: tuple[Float[Array, "N G T half"], Float[Array, "N G T half"]],
+        contexts: tuple[KeyValues, ...],
+        lengths: tuple[Length, ...],
+    ) -> tuple[Float[Array, "N G T D"], KeyValues]:
+        c = self.config
+        D, K, R, A, F = c.hidden_size, c.kv_heads, c.queries_per_key, c.head_size, c.mlp_size
+        norm = functools.partial(_weight, self, axes=(None,), initializer=nn.initializers.ones)
+
+        h = _rms_norm(x, norm("attention_norm", (D,)), c.norm_epsilon)
+        # Queries, keys and values of one key/value head lie together: one product, split over `tensor` as a whole.
+        qkv = self._linear("qkv", h, (D,), (K, R + 2, A), ("embed",), ("kv_heads", None, None), c.qkv_bias)
+        q, k, v = qkv[..., :R, :], qkv[..., R, :], qkv[..., R + 1, :]
+        if c.qk_norm:
+            q = _rms_norm(q, norm("q_norm", (A,)), c.norm_epsilon)
+            k = _rms_norm(k, norm("k_norm", (A,)), c.norm_epsilon)
+        q = _rotate(q, rotation) * jnp.asarray(A**-0.5, q.dtype)
+        own = KeyValues(jnp.einsum("ngtka->ngkat", _rotate(k, rotation)), jnp.einsum("ngtka->ngkta", v))
+        h = _attend(q, contexts, lengths, own)
+        x = x + self._linear("out", h, (K, R, A), (D,), ("kv_heads", None, None), ("embed",), c.out_bias)
+
+        h = _rms_norm(x, norm("mlp_norm", (D,)), c.norm_epsilon)
+        gate_up = self._linear("gate_up", h, (D,), (2, F), ("embed",), (None, "mlp"), c.mlp_bias)
+        h = nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        x = x + self._linear("down", h, (F,), (D,), ("mlp",), ("embed",), c.mlp_bias)
+        return constrain(x, "batch", None, None, None), own
+
+    def _linear(
+        self,
+        name: str,
+        x: Float[Array, "..."],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        input_axes: tuple[str | None, ...],
+        output_axes: tuple[str | None, ...],
+        bias: bool,
+    ) -> Float[Array, "..."]:
+        weight = _weight(self, name, inputs + outputs, input_axes + output_axes)
+        y = jnp.tensordot(x, weight.astype(x.dtype), axes=len(inputs))
+        if bias:
+            b = _weight(self, f"{name}_bias", outputs, output_axes, nn.initializers.zeros)
+            y = y + jnp.broadcast_to(b.astype(x.dtype), y.shape)
+        return y
+
+
+def _weight(
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    initializer: Callable[..., Any] = nn.initializers.normal(0.02),  # noqa: B008 - a pure function
+) -> Float[Array, "..."]:
+    return module.param(name, nn.with_partitioning(initializer, axes), shape, jnp.float32)
+
+
+def _remat(policy: str) -> type[nn.Module]:
+    if policy == "none":
+        return Block
+    saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
+    return nn.remat(Block, policy=saved, prevent_cse=False)  # under a scan CSE cannot undo it
+
+
+def _embed(
+    embedding: Float[Array, "V D"], tokens: Int[Array, "N G T"], config: ModelConfig
+) -> Float[Array, "N G T D"]:
+    return constrain(embedding[tokens].astype(config.dtype), "batch", None, None, None)
+
+
+def _rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "..."]:
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
+    return (y * jnp.broadcast_to(weight.astype(jnp.float32), y.shape)).astype(x.dtype)
+
+
+def _rotation(
+    config: ModelConfig, positions: Int[Array, "N G T"]
+) -> tuple[Float[Array, "N G T half"], Float[Array, "N G T half"]]:
+    frequencies, scale = rotation_frequencies(config.rope, config.head_size)
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, None, :]
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def _rotate(
+    x: Float[Array, "N G T *heads A"], rotation: tuple[Float[Array, "N G T half"], Float[Array, "N G T half"]]
+) -> Float[Array, "N G T *heads A"]:
+    """Rotates channel i with channel i + A/2, in float32."""
+    heads = tuple(range(3, x.ndim - 1))
+    cosine, sine = (jnp.expand_dims(part, heads) for part in rotation)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1).astype(x.dtype)
+
+
+def _attend(
+    q: Float[Array, "N G T K R A"],
+    contexts: tuple[KeyValues, ...],
+    lengths: tuple[Length, ...],
+    own: KeyValues,
+) -> Float[Array, "N G T K R A"]:
+    """One softmax over all contexts and the own block, in float32.
+
+    The parts are never copied together: each yields exp(score - m) with the common
+    maximum m, and the weighted values are added before the one division.
+    A context without G axis is read once for all G samples of its prompt.
+    """
+    T = q.shape[2]
+    causal = jnp.tril(jnp.ones((T, T), bool))[None, None, None, :, None, :]
+    scores = [_scores(q, context.k, _visible(context, length)) for context, length in zip(contexts, lengths, strict=True)]
+    scores.append(_scores(q, own.k, causal))
+    # The maximum cancels, so its gradient is zero.
+    peak = jax.lax.stop_gradient(functools.reduce(jnp.maximum, (s.max(axis=-1, keepdims=True) for s in scores)))
+    parts = [jnp.exp(s - peak) for s in scores]
+    total = sum(part.sum(axis=-1) for part in parts)
+    values = sum(_weighted(part.astype(q.dtype), context.v) for part, context in zip(parts, (*contexts, own), strict=True))
+    return (values / jnp.einsum("ngktr->ngtkr", total)[..., None]).astype(q.dtype)
+
+
+def _visible(context: KeyValues, length: Length) -> Bool[Array, "N 1 1 1 1 S"]:
+    inside = jnp.arange(context.k.shape[-1])[None, :] < length.reshape(-1, 1)
+    return inside[:, None, None, None, None, :]
+
+
+def _scores(
+    q: Float[Array, "N G T K R A"], k: Float[Array, "..."], visible: Bool[Array, "..."]
+) -> Float[Array, "N G K T R S"]:
+    keys = "nkas" if k.ndim == 4 else "ngkas"
+    scores = jnp.einsum(f"ngtkra,{keys}->ngktrs", q, k, preferred_element_type=jnp.float32)
+    return jnp.where(visible, scores, _MASKED)
+
+
+def _weighted(weights: Float[Array, "N G K T R S"], v: Float[Array, "..."]) -> Float[Array, "N G T K R A"]:
+    values = "nksa" if v.ndim == 4 else "ngksa"
+    return jnp.einsum(f"ngktrs,{values}->ngtkra", weights, v, preferred_element_type=jnp.float32)
