@@ -72,8 +72,9 @@ class Arithmetic:
 class Math:
     """Problems read from JSON Lines files or a `datasets` data set (task.kind: math)."""
 
-    train: list[str] = _key([], "JSON Lines files, or one `datasets` name or folder")
+    train: list[str] = _key([], "JSON Lines files, or `datasets` names or folders; they are joined")
     test: list[str] = _key([], "the same for held-out problems")
+    subset: str | None = _key(None, "configuration of a `datasets` data set, main for openai/gsm8k")
     train_split: str = _key("train", "split of a `datasets` data set to train on")
     test_split: str = _key("test", "split of a `datasets` data set to test on")
     question_field: str = _key("question", "field that holds the question")
@@ -303,8 +304,8 @@ def _check(config: Config, where: str) -> None:
         refuse("eval.samples=0 with eval.greedy=false leaves nothing to evaluate; set one of them")
     if task.kind == "arithmetic":
         levels = task.arithmetic.levels
-        if not levels or any(not 1 <= level <= 5 for level in levels):
-            refuse(f"task.arithmetic.levels={levels}: give one or more of 1 to 5")
+        if not levels or any(not 1 <= level <= 5 for level in levels) or len(set(levels)) < len(levels):
+            refuse(f"task.arithmetic.levels={levels}: give one or more of 1 to 5, each once")
     if task.kind == "math" and "{question}" not in task.math.template:
         refuse(f"task.math.template={task.math.template!r} has no {{question}}: put it where the question goes")
     if config.model.path is None:

@@ -1,15 +1,12 @@
 """The decoder of the Llama, Qwen2/2.5 and Qwen3 families: weights, forward pass, cache.
 
 There is one forward computation for prefill, decoding and training. It takes G
-continuations of each of N prompts and lets every position attend to
-
-* contexts: keys and values computed earlier, of the shared prompt or of the own past,
-* its own block, causally.
-
-Prefill is G = 1 without a context; training runs all completion positions against
-the prompt's keys and values; decoding runs one position against those and its own
-past. Sequences are padded on the right, so a position never sees padding of its own
-block, and a context is masked by its length alone.
+continuations of each of N prompts and lets every position attend to the keys and
+values of its prompt (the context, computed earlier and shared by the G) and, causally,
+to its own sequence. Prefill is G = 1 without a context; training runs all completion
+positions against their prompts; decoding runs one position against its prompt and its
+own cached past. Sequences are padded on the right, so a position never sees padding of
+its own sequence, and a prompt is masked by its length alone.
 
 Linen declares each weight once (shape, logical axes, initialiser); everyone else
 sees `ModelConfig` and a plain dict of parameters. All layers' weights are stacked
@@ -28,9 +25,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Int
 
-from dash_jax.sharding import constrain
+from dash_jax.sharding import constrain, spec
 from dash_jax.types import Key
 
 _MASKED = -1e30  # finite, so that 0 × masked is 0 in entropies and gradients
@@ -92,7 +90,14 @@ class KeyValues(NamedTuple):
     v: Float[Array, "*batch K T A"]
 
 
-Length = Int[Array, ""] | Int[Array, " N"]
+class Context(NamedTuple):
+    """The prompts' keys and values of all layers; position j of prompt n is visible where j < lengths[n]."""
+
+    layers: KeyValues  # leading axis L, no G axis
+    lengths: Int[Array, " N"]
+
+
+Rotation = tuple[Float[Array, "N G T half"], Float[Array, "N G T half"]]  # cosine and sine
 
 
 def rotation_frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
@@ -147,21 +152,22 @@ def weight_axes(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     return nn.unbox(boxed), axes
 
 
+def weight_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Where each weight lies in training."""
+    weights, axes = weight_axes(config)
+    return jax.tree.map(lambda leaf, names: NamedSharding(mesh, spec(mesh, leaf.shape, names)), weights, axes)
+
+
 def forward(
     params: dict[str, Any],
     config: ModelConfig,
     tokens: Int[Array, "N G T"],
     positions: Int[Array, "N G T"],
-    context: KeyValues | None = None,
-    context_length: Length | None = None,
+    context: Context | None = None,
 ) -> tuple[Float[Array, "N G T D"], KeyValues]:
-    """Hidden states after the final norm, and this block's keys and values of all layers.
-
-    `context` holds a leading layer axis; position j of it is visible where j < context_length.
-    """
-    contexts = () if context is None else (context,)
-    lengths = () if context_length is None else (context_length,)
-    return Decoder(config).apply({"params": params}, tokens, positions, contexts, lengths)
+    """Hidden states after the final norm, and this block's keys and values of all layers (with a G axis)."""
+    of_layers, length = (None, None) if context is None else context
+    return Decoder(config).apply({"params": params}, tokens, positions, of_layers, length)
 
 
 def decode_step(
@@ -169,8 +175,8 @@ def decode_step(
     config: ModelConfig,
     token: Int[Array, "N G"],
     position: Int[Array, "N G"],
-    prompt: Sequence[KeyValues],
-    prompt_length: Int[Array, " N"],
+    prompts: Sequence[KeyValues],
+    prompt_lengths: Int[Array, " N"],
     past: Sequence[KeyValues],
     slot: Int[Array, ""],
 ) -> tuple[Float[Array, "N G D"], list[KeyValues]]:
@@ -182,11 +188,9 @@ def decode_step(
     x = _embed(params["embedding"], token[:, :, None], config)
     rotation = _rotation(config, position[:, :, None])
     block, written = Block(config), []
-    for weights, of_prompt, of_past in zip(params["layers"], prompt, past, strict=True):
-        x, new = block.apply({"params": weights}, x, rotation, (of_prompt, of_past), (prompt_length, slot))
-        k = jax.lax.dynamic_update_slice_in_dim(of_past.k, new.k, slot, axis=-1)
-        v = jax.lax.dynamic_update_slice_in_dim(of_past.v, new.v, slot, axis=-2)
-        written.append(KeyValues(k, v))
+    for weights, prompt, own in zip(params["layers"], prompts, past, strict=True):
+        x, own = block.apply({"params": weights}, x, rotation, prompt, prompt_lengths, own, slot)
+        written.append(own)
     return _rms_norm(x, params["final_norm"], config.norm_epsilon)[:, :, 0], written
 
 
@@ -220,15 +224,14 @@ class Decoder(nn.Module):
         self,
         tokens: Int[Array, "N G T"],
         positions: Int[Array, "N G T"],
-        contexts: tuple[KeyValues, ...] = (),
-        lengths: tuple[Length, ...] = (),
+        context: KeyValues | None = None,
+        context_length: Int[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "N G T D"], KeyValues]:
         c = self.config
         embedding = _weight(self, "embedding", (c.vocab_size, c.hidden_size), ("vocab", "embed"))
         final_norm = _weight(self, "final_norm", (c.hidden_size,), (None,), nn.initializers.ones)
         if not c.tied:
             _weight(self, "head", (c.hidden_size, c.vocab_size), ("embed", "vocab"))
-        x = _embed(embedding, tokens, c)
         layers = nn.scan(
             _remat(c.remat),
             variable_axes={"params": 0},
@@ -237,12 +240,17 @@ class Decoder(nn.Module):
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )(c, name="layers")
-        x, own = layers(x, _rotation(c, positions), contexts, lengths)
+        x = _embed(embedding, tokens, c)
+        x, own = layers(x, _rotation(c, positions), context, context_length)
         return _rms_norm(x, final_norm, c.norm_epsilon), own
 
 
 class Block(nn.Module):
-    """One layer: attention and gated MLP, each behind a norm and added to the residual stream."""
+    """One layer: attention and gated MLP, each behind a norm and added to the residual stream.
+
+    Positions attend to the first `context_length` keys of the prompt and, causally, to their own
+    sequence: this block of T positions or, if `past` is given, `past` with the block written at `slot`.
+    """
 
     config: ModelConfig
 
@@ -250,9 +258,11 @@ class Block(nn.Module):
     def __call__(
         self,
         x: Float[Array, "N G T D"],
-        rotation: tuple[Float[Array, "N G T half"], Float[Array, "N G T half"]],
-        contexts: tuple[KeyValues, ...],
-        lengths: tuple[Length, ...],
+        rotation: Rotation,
+        context: KeyValues | None,
+        context_length: Int[Array, " N"] | None,
+        past: KeyValues | None = None,
+        slot: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "N G T D"], KeyValues]:
         c = self.config
         D, K, R, A, F = c.hidden_size, c.kv_heads, c.queries_per_key, c.head_size, c.mlp_size
@@ -266,8 +276,13 @@ class Block(nn.Module):
             q = _rms_norm(q, norm("q_norm", (A,)), c.norm_epsilon)
             k = _rms_norm(k, norm("k_norm", (A,)), c.norm_epsilon)
         q = _rotate(q, rotation) * jnp.asarray(A**-0.5, q.dtype)
-        own = KeyValues(jnp.einsum("ngtka->ngkat", _rotate(k, rotation)), jnp.einsum("ngtka->ngkta", v))
-        h = _attend(q, contexts, lengths, own)
+        own = KeyValues(_rotate(k, rotation).transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4))
+        if past is not None:
+            own = KeyValues(
+                jax.lax.dynamic_update_slice_in_dim(past.k, own.k, slot, axis=-1),
+                jax.lax.dynamic_update_slice_in_dim(past.v, own.v, slot, axis=-2),
+            )
+        h = _attend(q, own, 0 if slot is None else slot, context, context_length)
         x = x + self._linear("out", h, (K, R, A), (D,), ("kv_heads", None, None), ("embed",), c.out_bias)
 
         h = _rms_norm(x, norm("mlp_norm", (D,)), c.norm_epsilon)
@@ -323,17 +338,13 @@ def _rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], epsilon: float
     return (y * jnp.broadcast_to(weight.astype(jnp.float32), y.shape)).astype(x.dtype)
 
 
-def _rotation(
-    config: ModelConfig, positions: Int[Array, "N G T"]
-) -> tuple[Float[Array, "N G T half"], Float[Array, "N G T half"]]:
+def _rotation(config: ModelConfig, positions: Int[Array, "N G T"]) -> Rotation:
     frequencies, scale = rotation_frequencies(config.rope, config.head_size)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, None, :]
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def _rotate(
-    x: Float[Array, "N G T *heads A"], rotation: tuple[Float[Array, "N G T half"], Float[Array, "N G T half"]]
-) -> Float[Array, "N G T *heads A"]:
+def _rotate(x: Float[Array, "N G T *heads A"], rotation: Rotation) -> Float[Array, "N G T *heads A"]:
     """Rotates channel i with channel i + A/2, in float32."""
     heads = tuple(range(3, x.ndim - 1))
     cosine, sine = (jnp.expand_dims(part, heads) for part in rotation)
@@ -343,41 +354,47 @@ def _rotate(
 
 def _attend(
     q: Float[Array, "N G T K R A"],
-    contexts: tuple[KeyValues, ...],
-    lengths: tuple[Length, ...],
     own: KeyValues,
+    slot: Int[Array, ""] | int,
+    context: KeyValues | None,
+    context_length: Int[Array, " N"] | None,
 ) -> Float[Array, "N G T K R A"]:
-    """One softmax over all contexts and the own block, in float32.
+    """Softmax attention in float32 over the prompt's keys and the own ones.
 
-    The parts are never copied together: each yields exp(score - m) with the common
-    maximum m, and the weighted values are added before the one division.
-    A context without G axis is read once for all G samples of its prompt.
+    The two are never copied together: each part gives exp(score - m) with the common maximum m,
+    and the weighted values are added before the one division. The prompt's keys have no
+    G axis: one product reads them for all G samples.
     """
-    T = q.shape[2]
-    causal = jnp.tril(jnp.ones((T, T), bool))[None, None, None, :, None, :]
-    scores = [_scores(q, context.k, _visible(context, length)) for context, length in zip(contexts, lengths, strict=True)]
-    scores.append(_scores(q, own.k, causal))
-    # The maximum cancels, so its gradient is zero.
-    peak = jax.lax.stop_gradient(functools.reduce(jnp.maximum, (s.max(axis=-1, keepdims=True) for s in scores)))
-    parts = [jnp.exp(s - peak) for s in scores]
-    total = sum(part.sum(axis=-1) for part in parts)
-    values = sum(_weighted(part.astype(q.dtype), context.v) for part, context in zip(parts, (*contexts, own), strict=True))
-    return (values / jnp.einsum("ngktr->ngtkr", total)[..., None]).astype(q.dtype)
+    N, G, T, K, R, A = q.shape
+    q = q.transpose(0, 1, 3, 2, 4, 5).reshape(N, G, K, T * R, A)
+    row = jnp.repeat(jnp.arange(T), R)
+    causal = jnp.arange(own.k.shape[-1])[None, :] <= slot + row[:, None]
+    scores = jnp.where(causal[None, None, None], _product(q, own.k), _MASKED)
+    if context is None:
+        peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp(scores - peak)
+        total, values = weights.sum(axis=-1, keepdims=True), _product(weights.astype(q.dtype), own.v)
+    else:
+        shared_q = q.transpose(0, 2, 1, 3, 4).reshape(N, K, G * T * R, A)
+        visible = jnp.arange(context.k.shape[-1])[None, :] < context_length[:, None]
+        shared = jnp.where(visible[:, None, None], _product(shared_q, context.k), _MASKED)
+
+        def of_samples(x: Float[Array, "N K rows S"]) -> Float[Array, "N G K TR S"]:
+            return x.reshape(N, K, G, T * R, -1).transpose(0, 2, 1, 3, 4)
+
+        def of_prompts(x: Float[Array, "N G K TR S"]) -> Float[Array, "N K rows S"]:
+            return x.transpose(0, 2, 1, 3, 4).reshape(N, K, G * T * R, -1)
+
+        # The maximum cancels, so its gradient is zero.
+        peak = jnp.maximum(scores.max(axis=-1, keepdims=True), of_samples(shared.max(axis=-1, keepdims=True)))
+        peak = jax.lax.stop_gradient(peak)
+        weights, shared = jnp.exp(scores - peak), jnp.exp(shared - of_prompts(peak))
+        total = weights.sum(axis=-1, keepdims=True) + of_samples(shared.sum(axis=-1, keepdims=True))
+        values = _product(weights.astype(q.dtype), own.v)
+        values += of_samples(_product(shared.astype(q.dtype), context.v))
+    values = (values / total).astype(q.dtype)
+    return values.reshape(N, G, K, T, R, A).transpose(0, 1, 3, 2, 4, 5)
 
 
-def _visible(context: KeyValues, length: Length) -> Bool[Array, "N 1 1 1 1 S"]:
-    inside = jnp.arange(context.k.shape[-1])[None, :] < length.reshape(-1, 1)
-    return inside[:, None, None, None, None, :]
-
-
-def _scores(
-    q: Float[Array, "N G T K R A"], k: Float[Array, "..."], visible: Bool[Array, "..."]
-) -> Float[Array, "N G K T R S"]:
-    keys = "nkas" if k.ndim == 4 else "ngkas"
-    scores = jnp.einsum(f"ngtkra,{keys}->ngktrs", q, k, preferred_element_type=jnp.float32)
-    return jnp.where(visible, scores, _MASKED)
-
-
-def _weighted(weights: Float[Array, "N G K T R S"], v: Float[Array, "..."]) -> Float[Array, "N G T K R A"]:
-    values = "nksa" if v.ndim == 4 else "ngksa"
-    return jnp.einsum(f"ngktrs,{values}->ngtkra", weights, v, preferred_element_type=jnp.float32)
+def _product(a: Float[Array, "*batch i j"], b: Float[Array, "*batch j k"]) -> Float[Array, "*batch i k"]:
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)

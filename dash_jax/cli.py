@@ -1,0 +1,180 @@
+"""The command line: `dash-jax <verb> CONFIG.yaml [section.key=value ...]`.
+
+Exit code 0 when done, 1 for a run that failed, 2 for a bad config or input; both come with one
+line that says what and the mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import Progress, TimeElapsedColumn
+
+from dash_jax import config as configuration
+from dash_jax.types import RunError, UserError
+
+_EPILOG = """\
+examples:
+  dash-jax sft configs/quickstart.yaml                      warm start on worked solutions
+  dash-jax train configs/quickstart.yaml optimizer.learning_rate=1e-4
+  dash-jax eval configs/quickstart.yaml eval.samples=8      newest checkpoint of the run
+  dash-jax export configs/quickstart.yaml --out my-model    a folder for transformers
+  dash-jax config configs/quickstart.yaml                   every setting, with its meaning
+
+A run that was stopped goes on where it was: give the same command again.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    console = Console(stderr=True)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
+    # A broken pipe or a missing accelerator is not a reason to print pages: errors of ours are one line.
+    try:
+        options.run(options)
+    except UserError as error:
+        print(f"dash-jax: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"dash-jax: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("dash-jax: stopped; the same command goes on from the newest checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dash-jax",
+        description="Reinforcement learning with verifiable rewards for language models: DASH, and GRPO beside it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+
+    def verb(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    def with_config(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        sub = verb(name, run, help)
+        sub.add_argument("config", help="YAML file; see configs/")
+        sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that differ from the file")
+        return sub
+
+    with_config("train", _train, "train with DASH (or GRPO, by config) in the run directory; resumes by itself")
+    with_config("sft", _sft, "warm start on the task's worked solutions; writes RUN/sft/model for model.path")
+    sub = with_config("eval", _eval, "accuracy on held-out problems, with every completion and its verdict")
+    sub.add_argument("--start", action="store_true", help="evaluate model.path, not the newest checkpoint of the run")
+    sub.add_argument("--name", default="eval", help="write RUN/NAME.json and RUN/NAME.jsonl (default: %(default)s)")
+    sub = with_config("export", _export, "write the newest checkpoint as a Hugging Face folder")
+    sub.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    with_config("config", _config, "print the resolved config with the meaning of every key")
+    sub = verb("report", _report, "draw a run's learning curve; with two evaluations, print and write their summary")
+    sub.add_argument("directory", metavar="RUN", help="run directory, with metrics.jsonl")
+    sub.add_argument("--before", metavar="JSON", help="evaluation before training")
+    sub.add_argument("--after", metavar="JSON", help="evaluation after training")
+    return parser
+
+
+# The verbs import what they need themselves: `--help` and refusals of a config come without JAX's start-up.
+
+
+def _train(options: argparse.Namespace) -> None:
+    config = configuration.load(options.config, options.overrides)
+    from dash_jax.trainer import train
+
+    train(config)
+    print(f"done: {config.run} (next: dash-jax eval {options.config}, dash-jax report {config.run})")
+
+
+def _sft(options: argparse.Namespace) -> None:
+    config = configuration.load(options.config, options.overrides)
+    from dash_jax.sft import sft
+
+    folder = sft(config)
+    print(f"done: {folder} (next: dash-jax train {options.config} model.path={folder})")
+
+
+def _eval(options: argparse.Namespace) -> None:
+    config = configuration.load(options.config, options.overrides)
+    from dash_jax import evaluate
+    from dash_jax.policy import describe
+    from dash_jax.report import evaluation_table
+    from dash_jax.rollout import sampler_weights
+    from dash_jax.tasks import load_task
+
+    task = load_task(config.task, config.seed)
+    policy = describe(config)
+    problems = evaluate.held_out(config, task, policy)
+    params, origin = _weights(config, policy, start=options.start)
+    console = Console(stderr=True)
+    total = len(problems) * (config.eval.samples + config.eval.greedy)
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task(f"eval {origin}", total=total)
+        result = evaluate.evaluate(
+            sampler_weights(params, policy), policy, task, problems, config,
+            on_completions=lambda done: progress.update(bar, completed=done),
+        )  # fmt: skip
+    result.summary["model"] = origin
+    path = evaluate.write(result, pathlib.Path(config.run), options.name)
+    Console().print(evaluation_table({origin: result.summary}))
+    print(f"completions and verdicts: {path.with_suffix('.jsonl')}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    config = configuration.load(options.config, options.overrides)
+    from dash_jax import weights
+    from dash_jax.policy import describe
+
+    policy = describe(config)
+    params, origin = _weights(config, policy, start=False)
+    weights.save(options.out, params, policy.model, source=config.model.path, tokenizer=policy.tokenizer)
+    print(f"done: {options.out} holds {origin}")
+
+
+def _config(options: argparse.Namespace) -> None:
+    print(configuration.to_yaml(configuration.load(options.config, options.overrides)), end="")
+
+
+def _report(options: argparse.Namespace) -> None:
+    if (options.before is None) != (options.after is None):
+        raise UserError("report: give --before and --after together, or neither")
+    from dash_jax import report
+
+    run = pathlib.Path(options.directory)
+    if options.before is not None:
+        report.summary(run, pathlib.Path(options.before), pathlib.Path(options.after))
+    print(f"learning curve: {report.learning_curve(run)}")
+
+
+def _weights(config: configuration.Config, policy: Any, *, start: bool) -> tuple[dict[str, Any], str]:
+    """The newest checkpoint of the run, or the starting weights where there is none; and what they are."""
+    import jax
+
+    from dash_jax import model
+    from dash_jax.checkpoint import Checkpoints
+    from dash_jax.policy import starting_weights
+
+    checkpoints = Checkpoints(pathlib.Path(config.run) / "checkpoints", keep=config.train.keep_checkpoints)
+    newest = None if start else checkpoints.latest()
+    if newest is None:
+        return starting_weights(config, policy), config.model.path or "random weights"
+    like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model.weight_axes(policy.model)[0],
+        model.weight_shardings(policy.model, policy.mesh),
+    )
+    return checkpoints.restore_params(newest, like), f"{config.run} step {newest}"

@@ -1,0 +1,221 @@
+"""The sampler: prefill once per prompt, then decode all its samples under one `while_loop`.
+
+Every sample has its own random key, made of (seed and step, problem id, sample index),
+and every token a key made of that and its position. So what is sampled does not depend
+on how many samples go through together, in which order, with how much padding or on how
+many devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dash_jax import model
+from dash_jax.model import KeyValues, ModelConfig
+from dash_jax.types import Finish, Key
+
+_BLOCK = 128  # tokens summed together in the first level of the inverse CDF
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the next token is chosen. Training leaves all of it off: the learner scores the full distribution."""
+
+    greedy: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class Samples(NamedTuple):
+    """See `types.Rollout`, whose fields these are."""
+
+    tokens: Int[Array, "N G C"]
+    logprobs: Float[Array, "N G C"]
+    lengths: Int[Array, "N G"]
+    finish: Int[Array, "N G"]
+
+
+class _State(NamedTuple):
+    """Carried from token to token. Slots of `tokens` from `count` on are not sampled yet."""
+
+    count: Int[Array, ""]
+    token: Int[Array, "N G"]
+    done: Array  # bool[N, G]: an end-of-sequence token was sampled
+    lengths: Int[Array, "N G"]
+    tokens: Int[Array, "N G C"]
+    logprobs: Float[Array, "N G C"]
+    past: list[KeyValues]
+
+
+def sample_keys(key: Key, problem_ids: Int[Array, " N"], group_size: int) -> Key:
+    """One key a sample, [N, G]: `key` (of seed and step) folded with the problem's id and the sample's index."""
+
+    def of(problem: Int[Array, ""], index: Int[Array, ""]) -> Key:
+        return jax.random.fold_in(jax.random.fold_in(key, problem), index)
+
+    indices = jnp.arange(group_size)
+    return jax.vmap(lambda problem: jax.vmap(lambda index: of(problem, index))(indices))(problem_ids)
+
+
+def empty_past(config: ModelConfig, prompts: int, group_size: int, max_new_tokens: int) -> list[KeyValues]:
+    """Cache buffers for `sample`, one a layer. Their content does not matter: slots are written before they are read."""
+    shape = (prompts, group_size, config.kv_heads)
+    k = (*shape, config.head_size, max_new_tokens)
+    v = (*shape, max_new_tokens, config.head_size)
+    return [KeyValues(jnp.zeros(k, config.dtype), jnp.zeros(v, config.dtype)) for _ in range(config.layers)]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rule"), donate_argnames=("past",))
+def sample(
+    params: dict[str, Any],
+    prompts: Int[Array, "N P"],
+    prompt_lengths: Int[Array, " N"],
+    keys: Key,
+    eos_ids: Int[Array, " E"],
+    temperature: Float[Array, ""],
+    past: list[KeyValues],
+    *,
+    config: ModelConfig,
+    rule: Rule = Rule(),  # noqa: B008 - frozen
+) -> tuple[Samples, list[KeyValues]]:
+    """Samples G completions of each prompt, up to C tokens or the first end-of-sequence token, which is kept.
+
+    Args:
+      params: weights in the compute dtype.
+      prompts, prompt_lengths: padded on the right; length 0 marks a row that is filler and is not sampled.
+      keys: [N, G] from `sample_keys`.
+      eos_ids: any of them ends a completion.
+      temperature: divides the logits. Ignored by the greedy rule, whose log-probs are at temperature 1.
+      past: from `empty_past`, which also gives G and C; donated, and returned for the next call.
+
+    Returns:
+      Samples (log-probs are of the full tempered distribution, whatever the rule) and the buffers of `past`.
+    """
+    group_size, limit = past[0].k.shape[1], past[0].k.shape[-1]
+    choose = functools.partial(_next_token, keys=keys, temperature=temperature, rule=rule)
+
+    prompt, hidden = _prefill(params, config, prompts, prompt_lengths)
+    first = jnp.broadcast_to(model.logits(params, config, hidden)[:, None], (len(prompts), group_size, config.vocab_size))
+    token, logprob = choose(first, position=jnp.int32(0))
+    layers = {**params, "layers": model.unstack(params["layers"], config.layers)}
+    filler = jnp.broadcast_to((prompt_lengths == 0)[:, None], token.shape)
+    blank = jnp.zeros((*token.shape, limit))
+    state = _State(
+        count=jnp.int32(1),
+        token=token,
+        done=filler | _is_any(token, eos_ids),
+        lengths=jnp.where(filler, 0, 1),
+        tokens=blank.astype(jnp.int32).at[:, :, 0].set(token),
+        logprobs=blank.at[:, :, 0].set(logprob),
+        past=past,
+    )
+
+    def unfinished(state: _State) -> Array:
+        return (state.count < limit) & ~state.done.all()
+
+    def step(state: _State) -> _State:
+        slot = state.count - 1
+        position = jnp.broadcast_to((prompt_lengths + slot)[:, None], state.token.shape)
+        hidden, past = model.decode_step(
+            layers, config, state.token, position, prompt, prompt_lengths, state.past, slot
+        )
+        token, logprob = choose(model.logits(params, config, hidden), position=state.count)
+        token, logprob = jnp.where(state.done, 0, token), jnp.where(state.done, 0.0, logprob)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=state.count, axis=2)
+        return _State(
+            count=state.count + 1,
+            token=token,
+            done=state.done | _is_any(token, eos_ids),
+            lengths=state.lengths + (~state.done).astype(jnp.int32),
+            tokens=put(state.tokens, token),
+            logprobs=put(state.logprobs, logprob),
+            past=past,
+        )
+
+    end = jax.lax.while_loop(unfinished, step, state)
+    last = jnp.take_along_axis(end.tokens, jnp.maximum(end.lengths - 1, 0)[:, :, None], axis=2)[:, :, 0]
+    finish = jnp.where(_is_any(last, eos_ids) & ~filler, int(Finish.EOS), int(Finish.LENGTH))
+    tokens, logprobs = (jnp.where(filler[:, :, None], 0, x) for x in (end.tokens, end.logprobs))
+    return Samples(tokens, logprobs, end.lengths, finish), end.past
+
+
+def _prefill(
+    params: dict[str, Any], config: ModelConfig, prompts: Int[Array, "N P"], prompt_lengths: Int[Array, " N"]
+) -> tuple[list[KeyValues], Float[Array, "N D"]]:
+    """Keys and values of the prompts, per layer and without G axis, and the hidden state at each last token."""
+    tokens = prompts[:, None]
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1])[None, None], tokens.shape)
+    hidden, own = model.forward(params, config, tokens, positions)
+    last = jnp.maximum(prompt_lengths - 1, 0)
+    hidden = jnp.take_along_axis(hidden[:, 0], last[:, None, None], axis=1)[:, 0]
+    return model.unstack(KeyValues(own.k[:, :, 0], own.v[:, :, 0]), config.layers), hidden
+
+
+def _is_any(tokens: Int[Array, "N G"], ids: Int[Array, " E"]) -> Array:
+    return (tokens[..., None] == ids[None, None, :]).any(axis=-1)
+
+
+def _next_token(
+    logits: Float[Array, "N G V"], *, keys: Key, position: Int[Array, ""], temperature: Float[Array, ""], rule: Rule
+) -> tuple[Int[Array, "N G"], Float[Array, "N G"]]:
+    if rule.greedy:
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return token, _logprob_of(logits, token)
+    logits = logits / temperature
+    uniforms = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position), (2,))))(keys)
+    if not rule.top_k and rule.top_p == 1.0:
+        return draw(logits, uniforms)
+    token, _ = draw(_truncate(logits, rule), uniforms)
+    return token, _logprob_of(logits, token)
+
+
+def draw(
+    logits: Float[Array, "*rows V"], uniforms: Float[Array, "*rows 2"]
+) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
+    """An exact categorical draw by inverting the CDF in two levels, and its log-prob.
+
+    The first uniform picks a block of 128 tokens by the blocks' sums of probability, the
+    second a token in it. Two of them, because one float32 uniform has 23 bits only. That
+    costs one pass over the vocabulary, where `random.categorical` needs V random numbers.
+    """
+    V = logits.shape[-1]
+    peak = logits.max(axis=-1, keepdims=True)
+    mass = jnp.exp(logits - peak)
+    blocks = -(-V // _BLOCK)
+    mass = jnp.pad(mass, [(0, 0)] * (mass.ndim - 1) + [(0, blocks * _BLOCK - V)])
+    mass = mass.reshape(*mass.shape[:-1], blocks, _BLOCK)
+    totals = jnp.cumsum(mass.sum(axis=-1), axis=-1)
+    block = _first_above(totals, uniforms[..., 0])
+    inside = jnp.take_along_axis(mass, block[..., None, None], axis=-2)[..., 0, :]
+    token = block * _BLOCK + _first_above(jnp.cumsum(inside, axis=-1), uniforms[..., 1])
+    chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    return token, chosen - peak[..., 0] - jnp.log(totals[..., -1])
+
+
+def _first_above(cumulative: Float[Array, "*rows n"], uniform: Float[Array, "*rows"]) -> Int[Array, "*rows"]:
+    """Index of the first entry above uniform × total: it always has mass, since uniform < 1."""
+    target = uniform[..., None] * cumulative[..., -1:]
+    return (cumulative <= target).sum(axis=-1, dtype=jnp.int32)
+
+
+def _logprob_of(logits: Float[Array, "*rows V"], token: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
+    chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _truncate(logits: Float[Array, "*rows V"], rule: Rule) -> Float[Array, "*rows V"]:
+    """Leaves the top_k most probable tokens, then the smallest set of those that holds top_p of the mass."""
+    ordered = -jnp.sort(-logits, axis=-1)
+    kept = jnp.ones(ordered.shape, bool)
+    if rule.top_k:
+        kept = jnp.broadcast_to(jnp.arange(ordered.shape[-1]) < rule.top_k, ordered.shape)
+    mass = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
+    kept &= jnp.cumsum(mass, axis=-1) - mass < rule.top_p  # the mass before a token: the first is always kept
+    least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)

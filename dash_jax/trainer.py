@@ -1,0 +1,114 @@
+"""DASH: sample one big batch, drop what carries no gradient, learn from the rest in one step.
+
+The loop reads as the algorithm does. GRPO is the same loop with other settings: a rollout
+as small as the optimizer batch, and no filter.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from dash_jax.checkpoint import Checkpoints, check_same_run
+from dash_jax.config import Config
+from dash_jax.evaluate import evaluate, held_out
+from dash_jax.learning import Learning
+from dash_jax.policy import describe
+from dash_jax.rewards import score
+from dash_jax.rollout import roll_out, sampler_weights, step_key, texts
+from dash_jax.tasks import load_task
+from dash_jax.tasks.order import batch_of
+from dash_jax.timing import Clock
+from dash_jax.tokenization import encode_problems
+from dash_jax.tracker import Tracker
+from dash_jax.types import Finish, Grade, Problem, Rollout, RunError
+
+
+def train(config: Config) -> None:
+    """Trains in `config.run`, from its newest checkpoint if there is one."""
+    task = load_task(config.task, config.seed)
+    policy = describe(config)
+    limit = config.rollout.max_prompt_tokens
+    problems, _ = encode_problems(task.train(), policy.tokenizer, chat=task.chat, max_prompt_tokens=limit)
+    batch_of(0, config.rollout.prompts, len(problems), config.seed)  # refuses a batch above the problems now
+    tests = held_out(config, task, policy) if config.train.eval_every else []
+    check_same_run(config.run, config)
+
+    run = pathlib.Path(config.run)
+    checkpoints = Checkpoints(run / "checkpoints", keep=config.train.keep_checkpoints)
+    learning = Learning(config, policy)
+    state, first = learning.start(checkpoints)
+    with Tracker(run, total_steps=config.train.steps, first_step=first, title="train") as tracker:
+        for step in range(first, config.train.steps):
+            clock = Clock()
+            batch = [problems[i] for i in batch_of(step, config.rollout.prompts, len(problems), config.seed)]
+            weights = sampler_weights(state.params, policy)
+            rollout = roll_out(
+                weights, policy, batch, step_key(config.seed, "train", step),
+                group_size=config.rollout.group_size, max_new_tokens=config.rollout.max_new_tokens,
+                temperature=config.rollout.temperature, memory_gb=config.rollout.memory_gb,
+            )  # fmt: skip
+            del weights  # they may be the buffers that the update donates
+            clock.lap("sampling")
+
+            said = texts(rollout, policy)
+            asked = [problem for problem in batch for _ in range(config.rollout.group_size)]
+            finishes = [Finish(finish) for finish in rollout.finish.reshape(-1)]
+            grades, failures = score(task, asked, said, finishes)
+            rewards = np.array([grade.reward for grade in grades], np.float32).reshape(rollout.lengths.shape)
+            clock.lap("reward")
+
+            state, advantages, learned = learning.step(state, rollout, rewards)
+            if not np.isfinite(learned["gradient_norm"]):
+                raise RunError(f"step {step}: the gradient is not finite; resume with a lower learning rate")
+            clock.lap("learning")
+
+            line = _rollout_metrics(rollout, rewards, grades) | learned
+            line["ungraded"] = sum(failures.values())
+            if tests and (step + 1) % config.train.eval_every == 0:
+                weights = sampler_weights(state.params, policy)
+                line["eval_accuracy"] = evaluate(weights, policy, task, tests, config).accuracy
+                del weights
+            if (step + 1) % config.train.save_every == 0 or step + 1 == config.train.steps:
+                checkpoints.save(step + 1, state, {"step": step + 1})
+            clock.lap("other")
+            seconds = clock.seconds()
+            line["tokens_per_second"] = float(rollout.lengths.sum()) / seconds["seconds_sampling"]
+            tracker.log(step, line | seconds)
+            records = _records(asked, said, finishes, grades, rollout, advantages)
+            tracker.samples(step, records[: config.train.log_samples])
+    checkpoints.close()
+
+
+def _rollout_metrics(rollout: Rollout, rewards: np.ndarray, grades: list[Grade]) -> dict[str, float]:
+    """Means over the completions; those without a reward stay out of `reward`."""
+    return {
+        "reward": float(np.nanmean(rewards)),
+        "accuracy": float(np.mean([grade.correct for grade in grades])),
+        "length": float(np.mean(rollout.lengths)),
+        "truncated": float(np.mean(np.asarray(rollout.finish) == Finish.LENGTH)),
+    }
+
+
+def _records(
+    problems: list[Problem],
+    said: list[str],
+    finishes: list[Finish],
+    grades: list[Grade],
+    rollout: Rollout,
+    advantages: np.ndarray,
+) -> list[dict[str, Any]]:
+    """What samples.jsonl shows of each completion."""
+    return [
+        {
+            "problem": problem.id, "prompt": problem.prompt, "text": text, "answer": problem.answer,
+            "extracted": grade.extracted, "reward": grade.reward, "advantage": advantage,
+            "finish": finish.name.lower(), "tokens": tokens,
+        }
+        for problem, text, grade, advantage, finish, tokens in zip(
+            problems, said, grades, advantages.reshape(-1).tolist(), finishes,
+            rollout.lengths.reshape(-1).tolist(), strict=True,
+        )
+    ]  # fmt: skip
