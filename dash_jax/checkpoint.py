@@ -31,7 +31,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -46,17 +46,12 @@ _log = logging.getLogger(__name__)
 _SEAL = "files.json"
 
 # Keys that a resumed run may change; a name that ends in a dot is a section.
-_MAY_DIFFER = (
-    "run",
-    "mesh.",
-    "sft.",
-    "eval.",
-    "rollout.memory_gb",
-    "train.save_every",
-    "train.keep_checkpoints",
-    "train.eval_every",
-    "train.log_samples",
-)
+_MAY_DIFFER = ("run", "mesh.", "eval.", "rollout.memory_gb", "train.save_every", "train.keep_checkpoints")
+_MAY_DIFFER_OF_VERB = {
+    "train": ("sft.", "train.eval_every", "train.log_samples"),
+    "sft": ("train.", "algorithm.", "learner.optimizer_batch", "optimizer.learning_rate", "rollout.prompts",
+            "rollout.group_size", "rollout.temperature"),
+}  # fmt: skip
 
 
 class Checkpoints:
@@ -171,15 +166,15 @@ class Checkpoints:
         return folder
 
 
-def check_same_run(directory: str | pathlib.Path, config: Config) -> None:
+def check_same_run(directory: str | pathlib.Path, config: Config, verb: Literal["train", "sft"]) -> None:
     """Refuses to go on in a run directory whose config.yaml differs in anything that changes results.
 
-    `train.steps` may differ under a constant learning rate only. A run without a checkpoint has
+    The verb's number of steps may differ under a constant learning rate only. A run without a checkpoint has
     nothing to go on with, so its config.yaml binds nobody. What passes is written to config.yaml.
     """
     path = pathlib.Path(directory) / "config.yaml"
     if path.exists() and any(path.parent.glob("checkpoints/[0-9]*")):
-        key = _first_difference(before := _flat(load(path)), now := _flat(config))
+        key = _first_difference(before := _flat(load(path)), now := _flat(config), verb)
         if key:
             raise UserError(
                 f"{path}: the run began with {key}={before[key]}, now it is {key}={now[key]}; "
@@ -192,10 +187,10 @@ def check_same_run(directory: str | pathlib.Path, config: Config) -> None:
         temporary.replace(path)
 
 
-def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    free = [*_MAY_DIFFER]
+def _first_difference(before: dict[str, Any], now: dict[str, Any], verb: str) -> str | None:
+    free = [*_MAY_DIFFER, *_MAY_DIFFER_OF_VERB[verb]]
     if before["optimizer.schedule"] == "constant":
-        free.append("train.steps")
+        free.append(f"{verb}.steps")
     for key, value in now.items():
         allowed = any(key == name or (name.endswith(".") and key.startswith(name)) for name in free)
         if before[key] != value and not allowed:

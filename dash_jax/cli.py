@@ -155,9 +155,11 @@ def _report(options: argparse.Namespace) -> None:
     from dash_jax import report
 
     run = pathlib.Path(options.directory)
+    accuracies: dict[str, float] = {}
     if options.before is not None:
-        report.summary(run, pathlib.Path(options.before), pathlib.Path(options.after))
-    print(f"learning curve: {report.learning_curve(run)}")
+        summary = report.summary(run, pathlib.Path(options.before), pathlib.Path(options.after))
+        accuracies = {name: summary[f"accuracy_{name}"] for name in ("before", "after")}
+    print(f"learning curve: {report.learning_curve(run, **accuracies)}")
 
 
 def _weights(config: configuration.Config, policy: Any, *, start: bool) -> tuple[dict[str, Any], str]:

@@ -66,6 +66,9 @@ class Arithmetic:
     levels: list[int] = _key([2], "difficulties, 1 (one digit) to 5; problems are drawn from them equally")
     train_size: int = _key(4096, "training problems", gt=0)
     test_size: int = _key(256, "held-out problems; they share none with the training problems", gt=0)
+    few_shot: bool = _key(
+        False, "ask for the bare answer behind four worked examples (pre-trained models) instead of worked steps"
+    )
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -107,6 +110,7 @@ class Rollout:
     group_size: int = _key(8, "completions of each prompt (G)", gt=0)
     max_prompt_tokens: int = _key(64, "longer prompts are dropped, counted and logged", gt=0)
     max_new_tokens: int = _key(64, "a completion is cut there", gt=0)
+    stop: list[str] = _key([], "texts of one token that end a completion like the end-of-sequence token")
     temperature: float = _key(1.0, "divides the logits, in sampler, learner and reference alike", gt=0)
     memory_gb: float = _key(2.0, "a rollout goes through in chunks whose caches and logits fit this", gt=0)
 

@@ -132,8 +132,9 @@ def update(
     A batch without a single row, or a gradient that is not finite, leaves weights and moments
     as they are (metric `update_skipped`); the step is counted.
 
-    Metrics, over all tokens that were computed: `loss`, `gradient_norm`, `entropy`, `kl` (k3 estimate),
-    `clipped` (share), `logprob_gap` (largest |learner - sampler| log-prob), `learned_tokens`.
+    Metrics, over all tokens that were computed: `loss`, `gradient_norm`, `entropy`, `logprob_gap`
+    (largest |learner - sampler| log-prob), `learned_tokens`, and where they mean something `kl` (k3
+    estimate) and `clipped` (share).
     """
     gradient, sums, gap = accumulate(state.params, state.reference, batches, config=config, objective=objective)
     norm = optax.tree.norm(gradient)
@@ -149,12 +150,14 @@ def update(
         "loss": sums["loss"],
         "gradient_norm": norm,
         "entropy": sums["entropy"] / tokens,
-        "kl": sums["kl"] / tokens,
-        "clipped": sums["clipped"] / tokens,
         "logprob_gap": gap,
         "learned_tokens": sums["tokens"],
         "update_skipped": (~usable).astype(jnp.float32),
     }
+    if objective.kl_coefficient > 0:
+        metrics["kl"] = sums["kl"] / tokens
+    if objective.loss == "clipped":
+        metrics["clipped"] = sums["clipped"] / tokens
     return state.replace(step=state.step + 1), metrics
 
 

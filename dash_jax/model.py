@@ -127,7 +127,7 @@ def rotation_frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_size - 1)
-        ramp = (np.arange(head_size // 2) - low) / max(high - low, 0.001)
+        ramp = (np.arange(head_size // 2) - low) / ((high - low) or 0.001)
         keep = 1 - np.clip(ramp, 0.0, 1.0)
         frequencies = frequencies / rope.factor * (1 - keep) + frequencies * keep
         scale = rope.attention_factor

@@ -12,12 +12,14 @@ from dash_jax.config import Config, check_positions
 from dash_jax.model import ModelConfig
 from dash_jax.sharding import make_mesh
 from dash_jax.tokenization import Tokenizer, load_tokenizer
+from dash_jax.types import UserError
 
 
 class Policy(NamedTuple):
     mesh: Mesh
     tokenizer: Tokenizer
     model: ModelConfig
+    stop_ids: tuple[int, ...]  # end-of-sequence tokens and those of rollout.stop
 
 
 def describe(config: Config) -> Policy:
@@ -35,7 +37,7 @@ def describe(config: Config) -> Policy:
         )
         check_positions(config, shape.max_positions, f"{config.model.path}/config.json")
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    return Policy(mesh, tokenizer, shape)
+    return Policy(mesh, tokenizer, shape, _stop_ids(config, tokenizer))
 
 
 def starting_weights(config: Config, policy: Policy) -> dict[str, Any]:
@@ -44,6 +46,16 @@ def starting_weights(config: Config, policy: Policy) -> dict[str, Any]:
         return weights.load(config.model.path, policy.model, policy.mesh)
     initialise = jax.jit(lambda key: model.init(policy.model, key), out_shardings=model.weight_shardings(policy.model, policy.mesh))
     return initialise(jax.random.key(config.seed))
+
+
+def _stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids = list(tokenizer.eos_ids)
+    for text in config.rollout.stop:
+        *encoded, _ = tokenizer.encode_completion(text)
+        if len(encoded) != 1:
+            raise UserError(f"rollout.stop: {text!r} is {len(encoded)} tokens; give texts of one token each")
+        ids += encoded
+    return tuple(dict.fromkeys(ids))
 
 
 def _built_in(config: Config, tokenizer: Tokenizer) -> ModelConfig:

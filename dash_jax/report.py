@@ -21,6 +21,7 @@ from dash_jax.types import UserError
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
 _PURPLE, _SKY, _GREY = "#CC79A7", "#56B4E9", "#7F7F7F"
+_ABOVE: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4, "frameon": False}
 
 
 def learning_curve(
@@ -41,7 +42,7 @@ def learning_curve(
         ax.grid(alpha=0.25)
         ax.spines["top"].set_visible(False)
     axes[-1].set_xlabel("training step")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     path = pathlib.Path(run_dir) / "learning_curve.png"
     figure.savefig(path, dpi=130)
     return path
@@ -139,15 +140,19 @@ def _column(lines: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred mean over about a fifteenth of the run, of the values that are there."""
-    window = np.ones(2 * (len(values) // 30) + 1)
+    """Centred mean of the values that are there over about a fifteenth of the run.
+
+    At the start, which may be steep, the window shrinks and stays symmetric; at the end, which is
+    flat if all went well, it is cut on one side, so that the last point is a mean too.
+    """
+    index = np.arange(len(values))
+    half = np.minimum(len(values) // 30, index)
     there = np.isfinite(values)
-    total = np.convolve(np.where(there, values, 0.0), window, mode="full")
-    count = np.convolve(there.astype(np.float64), window, mode="full")
-    half = len(window) // 2
-    middle = slice(half, half + len(values))
-    with np.errstate(invalid="ignore"):  # 0 / 0 where the whole window is empty
-        return total[middle] / count[middle]
+    total = np.cumsum([0.0, *np.where(there, values, 0.0)])
+    count = np.cumsum([0.0, *there])
+    begin, end = index - half, np.minimum(index + half + 1, len(values))
+    with np.errstate(invalid="ignore"):  # 0 / 0 where no value is there
+        return (total[end] - total[begin]) / (count[end] - count[begin])
 
 
 def _draw_line(ax: Axes, lines: Sequence[Mapping[str, Any]], key: str, label: str, color: str) -> None:
@@ -188,7 +193,7 @@ def _draw_completions(ax: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     shares.yaxis.set_major_formatter(PercentFormatter(1.0))
     shares.spines["top"].set_visible(False)
     handles = [*ax.get_lines()[1::2], *shares.get_lines()[1::2]]
-    shares.legend(handles=handles, loc="best", framealpha=0.9)
+    ax.legend(handles=handles, **_ABOVE)
 
 
 def _draw_seconds(ax: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -202,7 +207,9 @@ def _draw_seconds(ax: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     ax.set_ylabel("seconds a step")
     # The first steps compile; they shall not flatten the others.
     usual = float(np.percentile(bottom, 90))
+    ax.set_ylim(0, 1.05 * bottom.max() or 1)
     if bottom.max() > 3 * usual > 0:
         ax.set_ylim(0, 1.5 * usual)
-        ax.set_title(f"longest step, with compilation: {bottom.max():.1f} s", fontsize="small", loc="right")
-    ax.legend(loc="upper right", ncols=4, framealpha=0.9)
+        note = f"longest step, with compilation: {bottom.max():.1f} s"
+        ax.text(0.99, 0.94, note, transform=ax.transAxes, ha="right", va="top")
+    ax.legend(**_ABOVE)

@@ -71,7 +71,7 @@ def roll_out(
     fitting = chunk_prompts(policy.model, width, group_size, max_new_tokens, memory_gb) * ways
     chunks = math.ceil(len(problems) / fitting)
     size = math.ceil(len(problems) / chunks / ways) * ways
-    eos_ids = jnp.asarray(policy.tokenizer.eos_ids, jnp.int32)
+    eos_ids = jnp.asarray(policy.stop_ids, jnp.int32)
 
     parts = []
     with jax.set_mesh(policy.mesh):

@@ -41,7 +41,7 @@ def sft(config: Config) -> pathlib.Path:
     examples = _with_solutions(problems, policy, config.rollout.max_new_tokens)
     batch_of(0, config.sft.batch, len(examples), config.seed)  # refuses a batch above the examples now
     run = pathlib.Path(config.run) / "sft"
-    check_same_run(run, config)
+    check_same_run(run, config, "sft")
 
     optimizer = make_optimizer(config, config.sft.learning_rate, config.sft.steps)
     checkpoints = Checkpoints(run / "checkpoints", keep=config.train.keep_checkpoints)
@@ -49,18 +49,18 @@ def sft(config: Config) -> pathlib.Path:
     objective = learner.Objective(logprob_chunk=config.learner.logprob_chunk)
     update = learner.make_update(policy.model, objective, optimizer, policy.mesh)
     with Tracker(run, total_steps=config.sft.steps, first_step=first, title="sft") as tracker:
+        clock = Clock()
         for step in range(first, config.sft.steps):
-            clock = Clock()
             chosen = [examples[i] for i in batch_of(step, config.sft.batch, len(examples), config.seed)]
             batches = _batches(chosen, config, multiple_of=row_ways(policy.mesh))
             state, metrics = update(state, batches)
             useful, computed = padding_report(batches)
             line = {name: float(metrics[name]) for name in ("loss", "gradient_norm", "entropy", "learned_tokens")}
             clock.lap("learning")
+            tracker.log(step, line | {"padding_share": 1 - useful / computed} | clock.seconds())
             if (step + 1) % config.train.save_every == 0 or step + 1 == config.sft.steps:
                 checkpoints.save(step + 1, state, {"step": step + 1})
             clock.lap("other")
-            tracker.log(step, line | {"padding_share": 1 - useful / computed} | clock.seconds())
     checkpoints.close()
     weights.save(run / "model", state.params, policy.model, source=config.model.path, tokenizer=policy.tokenizer)
     return run / "model"

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import pathlib
+import shutil
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,11 @@ from dash_jax.config import Config
 from dash_jax.types import Problem, UserError
 
 _log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 
 Message = dict[str, str]  # {"role": "user", "content": "What is 12+9?"}
 
@@ -42,6 +48,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids without special tokens. Ids that the tokenizer does not know give nothing."""
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Writes its files into a model folder, so that `load_tokenizer` and transformers find them there."""
 
 
 class HuggingFaceTokenizer:
@@ -86,6 +95,11 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def save(self, folder: pathlib.Path) -> None:
+        for name in _TOKENIZER_FILES:
+            if (self._folder / name).exists():
+                shutil.copy(self._folder / name, folder / name)
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -151,6 +165,9 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([token for token in ids if 0 <= token < self.vocab_size])
 
+    def save(self, folder: pathlib.Path) -> None:
+        shutil.copy(self._path, folder / "tokenizer.model")
+
 
 class CharacterTokenizer:
     """One token a character: line feed and printable ASCII. Ids 0, 1, 2 are padding, BOS and EOS.
@@ -180,6 +197,26 @@ class CharacterTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self._characters[token - 3] for token in ids if 3 <= token < self.vocab_size)
+
+    def save(self, folder: pathlib.Path) -> None:
+        """As a Hugging Face tokenizer that gives the same ids."""
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+        specials = ["<pad>", "<bos>", "<eos>"]
+        words = models.WordLevel({name: i for i, name in enumerate(specials)} | self._ids, unk_token="<pad>")
+        tokenizer = Tokenizer(words)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens(specials)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", self._bos[0])]
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "bos_token": "<bos>",
+            "eos_token": "<eos>", "clean_up_tokenization_spaces": False,
+        }  # fmt: skip
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def _encode_plain(self, text: str) -> list[int]:
         for place, character in enumerate(text):

@@ -34,15 +34,15 @@ def train(config: Config) -> None:
     problems, _ = encode_problems(task.train(), policy.tokenizer, chat=task.chat, max_prompt_tokens=limit)
     batch_of(0, config.rollout.prompts, len(problems), config.seed)  # refuses a batch above the problems now
     tests = held_out(config, task, policy) if config.train.eval_every else []
-    check_same_run(config.run, config)
+    check_same_run(config.run, config, "train")
 
     run = pathlib.Path(config.run)
     checkpoints = Checkpoints(run / "checkpoints", keep=config.train.keep_checkpoints)
     learning = Learning(config, policy)
     state, first = learning.start(checkpoints)
     with Tracker(run, total_steps=config.train.steps, first_step=first, title="train") as tracker:
+        clock = Clock()
         for step in range(first, config.train.steps):
-            clock = Clock()
             batch = [problems[i] for i in batch_of(step, config.rollout.prompts, len(problems), config.seed)]
             weights = sampler_weights(state.params, policy)
             rollout = roll_out(
@@ -71,14 +71,16 @@ def train(config: Config) -> None:
                 weights = sampler_weights(state.params, policy)
                 line["eval_accuracy"] = evaluate(weights, policy, task, tests, config).accuracy
                 del weights
-            if (step + 1) % config.train.save_every == 0 or step + 1 == config.train.steps:
-                checkpoints.save(step + 1, state, {"step": step + 1})
             clock.lap("other")
             seconds = clock.seconds()
             line["tokens_per_second"] = float(rollout.lengths.sum()) / seconds["seconds_sampling"]
             tracker.log(step, line | seconds)
             records = _records(asked, said, finishes, grades, rollout, advantages)
             tracker.samples(step, records[: config.train.log_samples])
+            # After the log, so that no step behind a checkpoint lacks its line; its seconds are the next step's.
+            if (step + 1) % config.train.save_every == 0 or step + 1 == config.train.steps:
+                checkpoints.save(step + 1, state, {"step": step + 1})
+            clock.lap("other")
     checkpoints.close()
 
 

@@ -269,20 +269,20 @@ def _config(**sections):
 
 
 def _run_with_checkpoint(path, **sections):
-    check_same_run(path, _config(**sections))
+    check_same_run(path, _config(**sections), "train")
     (path / "checkpoints" / "1").mkdir(parents=True)
     return path
 
 
 def test_a_run_goes_on_with_its_config_only(tmp_path):
     run = _run_with_checkpoint(tmp_path / "run")
-    check_same_run(run, _config())
+    check_same_run(run, _config(), "train")
     changed = _config(rollout={"temperature": 0.5}, optimizer={"learning_rate": 2e-5})
     with pytest.raises(
         UserError,
         match=r"run/config.yaml: the run began with rollout.temperature=1.0, now it is .*=0.5; take",
     ):
-        check_same_run(run, changed)
+        check_same_run(run, changed, "train")
     assert configuration.load(run / "config.yaml") == _config()
 
 
@@ -297,19 +297,19 @@ def test_what_leaves_results_alone_may_change_and_is_recorded(tmp_path):
         eval={"samples": 9},
         rollout={"memory_gb": 1.0},
     )
-    check_same_run(run, changed)
+    check_same_run(run, changed, "train")
     assert configuration.load(run / "config.yaml") == changed
 
 
 def test_the_number_of_steps_belongs_to_a_decaying_learning_rate_case_41(tmp_path):
     run = _run_with_checkpoint(tmp_path / "run", optimizer={"schedule": "linear"}, train={"steps": 10})
     with pytest.raises(UserError, match=r"train.steps=10, now it is train.steps=20"):
-        check_same_run(run, _config(optimizer={"schedule": "linear"}, train={"steps": 20}))
+        check_same_run(run, _config(optimizer={"schedule": "linear"}, train={"steps": 20}), "train")
 
 
 def test_a_run_without_a_checkpoint_binds_nobody(tmp_path):
-    check_same_run(tmp_path, _config(seed=1))
-    check_same_run(tmp_path, _config(seed=2))
+    check_same_run(tmp_path, _config(seed=1), "train")
+    check_same_run(tmp_path, _config(seed=2), "train")
     assert configuration.load(tmp_path / "config.yaml").seed == 2
 
 

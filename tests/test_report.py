@@ -10,9 +10,9 @@ from dash_jax.report import _smooth, evaluation_table, learning_curve, summary
 from dash_jax.types import UserError
 
 _BEFORE = {
-    "problems": 256, "samples": 4, "accuracy_greedy": 0.25, "accuracy_sampled": 0.2, "interval_greedy": [0.2, 0.3],
-    "interval_sampled": [0.15, 0.25], "pass_at": {"1": 0.2, "4": 0.4}, "mean_length": 41.23, "truncated": 0.125,
-    "seed": 3, "model": "start",
+    "problems": 256, "samples": 4, "accuracy_greedy": 0.25, "accuracy_sampled": 0.2,
+    "interval_greedy": [0.2, 0.3], "interval_sampled": [0.15, 0.25], "pass_at": {"1": 0.2, "4": 0.4},
+    "mean_length": 41.23, "truncated": 0.125, "seed": 3, "model": "start",
 }  # fmt: skip
 _AFTER = _BEFORE | {"accuracy_greedy": 0.75, "accuracy_sampled": 0.7, "mean_length": 12.0, "truncated": 0.0}
 
@@ -22,10 +22,11 @@ def _line(step, **changes):
     sampling, learning = generator.normal((1.2, 0.9), 0.05) * (15 if step == 0 else 1)
     accuracy = float(np.clip(0.8 - 0.7 * math.exp(-step / 40) + generator.normal(0, 0.04), 0, 1))
     return {
-        "step": step, "reward": accuracy + 0.1, "accuracy": accuracy, "kept_share": 4 * accuracy * (1 - accuracy),
-        "length": 20 + 20 * math.exp(-step / 30) + generator.normal(), "truncated": 0.3 * math.exp(-step / 20),
-        "seconds_sampling": sampling, "seconds_reward": 0.1, "seconds_learning": learning, "seconds_other": 0.2,
-        "seconds": sampling + learning + 0.3, **changes,
+        "step": step, "reward": accuracy + 0.1, "accuracy": accuracy,
+        "kept_share": 4 * accuracy * (1 - accuracy), "truncated": 0.3 * math.exp(-step / 20),
+        "length": 20 + 20 * math.exp(-step / 30) + generator.normal(),
+        "seconds_sampling": sampling, "seconds_reward": 0.1, "seconds_learning": learning,
+        "seconds_other": 0.2, "seconds": sampling + learning + 0.3, **changes,
     }  # fmt: skip
 
 
@@ -121,6 +122,7 @@ def test_a_run_without_steps_is_refused(tmp_path):
 
 def test_smoothing_by_hand():
     assert _smooth(np.array([1.0, 2.0, 3.0])).tolist() == [1.0, 2.0, 3.0]  # too short to smooth
-    smooth = _smooth(np.array([0.0, 3.0, np.nan, *[6.0] * 27]))
-    assert smooth[:5].tolist() == [1.5, 1.5, 4.5, 6.0, 6.0]
+    smooth = _smooth(np.array([0.0, 3.0, np.nan, 6.0, *[6.0] * 25, 0.0]))  # over three steps
+    assert smooth[:5].tolist() == [0.0, 1.5, 4.5, 6.0, 6.0]
+    assert smooth[-2:].tolist() == [4.0, 3.0]
     assert np.isnan(_smooth(np.full(30, np.nan))).all()

@@ -47,6 +47,20 @@ def test_problems_of_a_level_are_right_small_and_characters_only(level):
         assert task.grade(problem, problem.solution, Finish.EOS) == (1.0, True, problem.answer)
 
 
+def test_few_shot_sums_ask_for_the_bare_answer():
+    task = _arithmetic(levels=[1], train_size=60, test_size=30, few_shot=True)
+    problem = task.train()[0]
+    *_, line = problem.prompt.split("\n")
+    assert re.fullmatch(r"\d [-+] \d =", line)
+    assert problem.prompt.count("\n") == 4
+    assert problem.solution == f" {problem.answer}\n"
+    assert task.grade(problem, problem.solution, Finish.EOS).correct
+    assert task.grade(problem, problem.solution + "1 + 1 = 2", Finish.LENGTH).correct
+    assert not task.grade(problem, problem.solution.rstrip(), Finish.LENGTH).correct
+    assert not task.grade(problem, f" {problem.answer}1\n", Finish.EOS).correct
+    assert not {p.prompt for p in task.train()} & {p.prompt for p in task.test()}
+
+
 @pytest.mark.parametrize(
     ("a", "operator", "b", "steps"),
     [

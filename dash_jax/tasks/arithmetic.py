@@ -13,22 +13,31 @@ the first column has not; after `=` stand the carry out and the digit:
 So every piece needs a look at two or three digits, and all pieces are alike.
 Level 5 adds the third term to the first sum, whose digits stand after the `=`
 signs. No intermediate or final result is negative.
+
+With `few_shot` a problem is the last line of a short list instead, for models that
+have read such lists, and the answer is what they put behind it:
+
+    3 + 5 = 8            (three more such lines)
+    7 + 6 =              solution " 13\n"
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import re
 
 import numpy as np
 from jaxtyping import Int
 
 from dash_jax import config
-from dash_jax.tasks.answers import after_mark
+from dash_jax.tasks.answers import after_mark, extract, matches
 from dash_jax.tasks.order import permutation
 from dash_jax.types import Finish, Grade, Problem, UserError
 
 _OPERANDS = {1: (1, 9), 2: (10, 99), 3: (100, 999)}  # smallest and largest; level 5 chains those of level 2
+_FEW_SHOT = "3 + 5 = 8\n12 - 4 = 8\n6 * 2 = 12\n9 + 1 = 10\n"
 _IDS_A_LEVEL = 1_000_000  # more than any level has problems
 
 
@@ -68,6 +77,11 @@ class ArithmeticTask:
 
         A completion that was cut has no answer yet: reward 0, whatever it holds.
         """
+        if self._settings.few_shot:
+            answer = extract(text, "first_line")
+            finished = finish == Finish.EOS or "\n" in text
+            correct = finished and answer is not None and matches(problem.answer, answer)
+            return Grade(reward=float(correct), correct=correct, extracted=answer)
         answer = after_mark(text, "#")
         correct = finish == Finish.EOS and answer == problem.answer
         return Grade(reward=float(correct), correct=correct, extracted=answer)
@@ -77,7 +91,8 @@ class ArithmeticTask:
         levels = self._settings.levels
         decks = [permutation(len(_problems(level)), "arithmetic", self._seed, level) for level in levels]
         places = [divmod(index, len(levels)) for index in range(first, first + size)]
-        return [_problem(levels[turn], int(decks[turn][round_]), self._seed) for round_, turn in places]
+        problems = [_problem(levels[turn], int(decks[turn][round_]), self._seed) for round_, turn in places]
+        return [_as_list(problem) for problem in problems] if self._settings.few_shot else problems
 
 
 @functools.cache
@@ -122,6 +137,12 @@ def _problem(level: int, row: int, seed: int) -> Problem:
         solution=f"{steps}#{total}",
         source=f"arithmetic level {level}",
     )
+
+
+def _as_list(problem: Problem) -> Problem:
+    """The same sum as the last line of a list of sums."""
+    spaced = re.sub(r"([-+*=])", r" \1 ", problem.prompt).rstrip()
+    return dataclasses.replace(problem, prompt=_FEW_SHOT + spaced, solution=f" {problem.answer}\n")
 
 
 def _running_totals(terms: list[int]) -> list[int]:

@@ -37,7 +37,13 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "llama_biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "llama_llama3": LlamaConfig(
         **SHAPE,
-        **rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+        **rope(
+            "llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
     ),
     "llama_linear": LlamaConfig(**SHAPE, **rope("linear", factor=4.0)),
     "llama_yarn": LlamaConfig(
