@@ -170,7 +170,7 @@ def check_same_run(directory: str | pathlib.Path, config: Config, verb: Literal[
     """Refuses to go on in a run directory whose config.yaml differs in anything that changes results.
 
     The verb's number of steps may differ under a constant learning rate only. A run without a checkpoint has
-    nothing to go on with, so its config.yaml binds nobody. What passes is written to config.yaml.
+    nothing to go on with, so its config.yaml binds nobody.
     """
     path = pathlib.Path(directory) / "config.yaml"
     if path.exists() and any(path.parent.glob("checkpoints/[0-9]*")):
@@ -180,7 +180,12 @@ def check_same_run(directory: str | pathlib.Path, config: Config, verb: Literal[
                 f"{path}: the run began with {key}={before[key]}, now it is {key}={now[key]}; "
                 "take the old value to go on with it, or set `run` to a new directory"
             )
+
+
+def write_config(directory: str | pathlib.Path, config: Config) -> None:
+    """The resolved config, as the run directory's config.yaml."""
     if jax.process_index() == 0:
+        path = pathlib.Path(directory) / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name("config.yaml.tmp")
         temporary.write_text(to_yaml(config), encoding="utf-8")

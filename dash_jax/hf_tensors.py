@@ -92,7 +92,7 @@ def find(folder: str | pathlib.Path) -> dict[str, Tensor]:
 
 
 def write(folder: pathlib.Path | None, sizes: dict[str, int], arrays: Iterable[np.ndarray]) -> None:
-    """Writes arrays of the names and bytes `sizes`, file by file; without a folder only draws them."""
+    """Writes arrays of the names and bytes `sizes`, a file's at a time; without a folder only draws them."""
     files: list[list[str]] = [[]]
     used = 0
     for key, size in sizes.items():
@@ -108,6 +108,7 @@ def write(folder: pathlib.Path | None, sizes: dict[str, int], arrays: Iterable[n
         contents = {key: next(stream) for key in keys}
         if folder is not None:
             save_file(contents, folder / name, metadata={"format": "pt"})
+            (folder / name).chmod(folder.stat().st_mode & 0o666)  # it was readable by its owner only
     if folder is not None and len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": listed}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -68,7 +68,7 @@ class Learning:
         self._config, self._policy = config, policy
         algorithm = config.algorithm
         total_steps = config.train.steps * config.updates_per_step
-        self._optimizer = make_optimizer(config, config.optimizer.learning_rate, total_steps)
+        self.optimizer = make_optimizer(config, config.optimizer.learning_rate, total_steps)
         objective = learner.Objective(
             loss=algorithm.loss,
             clip_low=algorithm.clip_low,
@@ -79,11 +79,11 @@ class Learning:
             logprob_chunk=config.learner.logprob_chunk,
         )
         self._keep_reference = algorithm.kl_coefficient > 0
-        self._update = learner.make_update(policy.model, objective, self._optimizer, policy.mesh)
+        self._update = learner.make_update(policy.model, objective, self.optimizer, policy.mesh)
 
     def start(self, checkpoints: Checkpoints) -> tuple[TrainState, int]:
         keep = self._keep_reference
-        return start(self._config, self._policy, self._optimizer, checkpoints, keep_reference=keep)
+        return start(self._config, self._policy, self.optimizer, checkpoints, keep_reference=keep)
 
     def step(
         self, state: TrainState, rollout: Rollout, rewards: np.ndarray

@@ -36,7 +36,7 @@ def sampler_weights(params: dict[str, Any], policy: Policy) -> dict[str, Any]:
     """Weights as decoding wants them: in the compute dtype and whole over `data` and `fsdp`, once per rollout."""
 
     def gathered(sharding: NamedSharding) -> NamedSharding:
-        axes = (None if axis == ("fsdp",) else axis for axis in sharding.spec)
+        axes = (None if axis == "fsdp" else axis for axis in sharding.spec)  # one-axis tuples become names
         return NamedSharding(policy.mesh, PartitionSpec(*axes))
 
     shardings = jax.tree.map(gathered, model.weight_shardings(policy.model, policy.mesh))

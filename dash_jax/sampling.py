@@ -42,9 +42,9 @@ class Samples(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Carried from token to token. Slots of `tokens` from `count` on are not sampled yet."""
+    """Carried from token to token. Slots of `tokens` from `sampled` on are not sampled yet."""
 
-    count: Int[Array, ""]
+    sampled: Int[Array, ""]
     token: Int[Array, "N G"]
     done: Array  # bool[N, G]: an end-of-sequence token was sampled
     lengths: Int[Array, "N G"]
@@ -107,7 +107,7 @@ def sample(
     filler = jnp.broadcast_to((prompt_lengths == 0)[:, None], token.shape)
     blank = jnp.zeros((*token.shape, limit))
     state = _State(
-        count=jnp.int32(1),
+        sampled=jnp.int32(1),
         token=token,
         done=filler | _is_any(token, eos_ids),
         lengths=jnp.where(filler, 0, 1),
@@ -117,19 +117,19 @@ def sample(
     )
 
     def unfinished(state: _State) -> Array:
-        return (state.count < limit) & ~state.done.all()
+        return (state.sampled < limit) & ~state.done.all()
 
     def step(state: _State) -> _State:
-        slot = state.count - 1
+        slot = state.sampled - 1
         position = jnp.broadcast_to((prompt_lengths + slot)[:, None], state.token.shape)
         hidden, past = model.decode_step(
             layers, config, state.token, position, prompt, prompt_lengths, state.past, slot
         )
-        token, logprob = choose(model.logits(params, config, hidden), position=state.count)
+        token, logprob = choose(model.logits(params, config, hidden), position=state.sampled)
         token, logprob = jnp.where(state.done, 0, token), jnp.where(state.done, 0.0, logprob)
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=state.count, axis=2)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=state.sampled, axis=2)
         return _State(
-            count=state.count + 1,
+            sampled=state.sampled + 1,
             token=token,
             done=state.done | _is_any(token, eos_ids),
             lengths=state.lengths + (~state.done).astype(jnp.int32),
@@ -168,11 +168,16 @@ def _next_token(
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return token, _logprob_of(logits, token)
     logits = logits / temperature
-    uniforms = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position), (2,))))(keys)
+    uniforms = jax.vmap(jax.vmap(lambda key: _uniforms(jax.random.fold_in(key, position))))(keys)
     if not rule.top_k and rule.top_p == 1.0:
         return draw(logits, uniforms)
     token, _ = draw(_truncate(logits, rule), uniforms)
     return token, _logprob_of(logits, token)
+
+
+def _uniforms(key: Key) -> Float[Array, " 2"]:
+    """In the middle of float32's 2^23 steps: at exactly 0 the first token would be drawn, however improbable."""
+    return jax.random.uniform(key, (2,)) + 2.0**-24
 
 
 def draw(
@@ -183,6 +188,7 @@ def draw(
     The first uniform picks a block of 128 tokens by the blocks' sums of probability, the
     second a token in it. Two of them, because one float32 uniform has 23 bits only. That
     costs one pass over the vocabulary, where `random.categorical` needs V random numbers.
+    Tokens of probability 0 are never drawn. Uniforms lie in (0, 1).
     """
     V = logits.shape[-1]
     peak = logits.max(axis=-1, keepdims=True)
@@ -190,18 +196,23 @@ def draw(
     blocks = -(-V // _BLOCK)
     mass = jnp.pad(mass, [(0, 0)] * (mass.ndim - 1) + [(0, blocks * _BLOCK - V)])
     mass = mass.reshape(*mass.shape[:-1], blocks, _BLOCK)
-    totals = jnp.cumsum(mass.sum(axis=-1), axis=-1)
-    block = _first_above(totals, uniforms[..., 0])
+    sums = mass.sum(axis=-1)
+    block = _invert(sums, uniforms[..., 0])
     inside = jnp.take_along_axis(mass, block[..., None, None], axis=-2)[..., 0, :]
-    token = block * _BLOCK + _first_above(jnp.cumsum(inside, axis=-1), uniforms[..., 1])
+    token = block * _BLOCK + _invert(inside, uniforms[..., 1])
     chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return token, chosen - peak[..., 0] - jnp.log(totals[..., -1])
+    return token, chosen - peak[..., 0] - jnp.log(sums.sum(axis=-1))
 
 
-def _first_above(cumulative: Float[Array, "*rows n"], uniform: Float[Array, "*rows"]) -> Int[Array, "*rows"]:
-    """Index of the first entry above uniform × total: it always has mass, since uniform < 1."""
-    target = uniform[..., None] * cumulative[..., -1:]
-    return (cumulative <= target).sum(axis=-1, dtype=jnp.int32)
+def _invert(mass: Float[Array, "*rows n"], uniform: Float[Array, "*rows"]) -> Int[Array, "*rows"]:
+    """The first entry with mass at which the cumulative sum reaches uniform × total.
+
+    Entries without mass are left out by name: a parallel cumulative sum rounds differently from entry
+    to entry, so it may rise, or fall, where there is nothing to add.
+    """
+    reached = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), -1.0)
+    target = uniform[..., None] * reached.max(axis=-1, keepdims=True)
+    return jax.lax.argmax(reached >= target, reached.ndim - 1, jnp.int32)
 
 
 def _logprob_of(logits: Float[Array, "*rows V"], token: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
@@ -215,7 +226,8 @@ def _truncate(logits: Float[Array, "*rows V"], rule: Rule) -> Float[Array, "*row
     kept = jnp.ones(ordered.shape, bool)
     if rule.top_k:
         kept = jnp.broadcast_to(jnp.arange(ordered.shape[-1]) < rule.top_k, ordered.shape)
-    mass = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
-    kept &= jnp.cumsum(mass, axis=-1) - mass < rule.top_p  # the mass before a token: the first is always kept
+    if rule.top_p < 1.0:
+        mass = jax.nn.softmax(jnp.where(kept, ordered, -jnp.inf), axis=-1)
+        kept &= jnp.cumsum(mass, axis=-1) - mass < rule.top_p  # the mass before a token: the first is kept
     least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -14,7 +14,7 @@ import numpy as np
 
 from dash_jax import learner, weights
 from dash_jax.batching import bucket_widths, pack, padding_report
-from dash_jax.checkpoint import Checkpoints, check_same_run
+from dash_jax.checkpoint import Checkpoints, check_same_run, write_config
 from dash_jax.config import Config
 from dash_jax.learning import make_optimizer, start
 from dash_jax.losses import row_weights
@@ -46,6 +46,7 @@ def sft(config: Config) -> pathlib.Path:
     optimizer = make_optimizer(config, config.sft.learning_rate, config.sft.steps)
     checkpoints = Checkpoints(run / "checkpoints", keep=config.train.keep_checkpoints)
     state, first = start(config, policy, optimizer, checkpoints, keep_reference=False)
+    write_config(run, config)
     objective = learner.Objective(logprob_chunk=config.learner.logprob_chunk)
     update = learner.make_update(policy.model, objective, optimizer, policy.mesh)
     with Tracker(run, total_steps=config.sft.steps, first_step=first, title="sft") as tracker:

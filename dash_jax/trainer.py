@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dash_jax.checkpoint import Checkpoints, check_same_run
+from dash_jax.checkpoint import Checkpoints, check_same_run, write_config
 from dash_jax.config import Config
 from dash_jax.evaluate import evaluate, held_out
 from dash_jax.learning import Learning
@@ -40,6 +40,7 @@ def train(config: Config) -> None:
     checkpoints = Checkpoints(run / "checkpoints", keep=config.train.keep_checkpoints)
     learning = Learning(config, policy)
     state, first = learning.start(checkpoints)
+    write_config(run, config)
     with Tracker(run, total_steps=config.train.steps, first_step=first, title="train") as tracker:
         clock = Clock()
         for step in range(first, config.train.steps):

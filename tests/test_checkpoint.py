@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dash_jax import config as configuration
-from dash_jax.checkpoint import Checkpoints, check_same_run
+from dash_jax.checkpoint import Checkpoints, check_same_run, write_config
 from dash_jax.sharding import make_mesh, spec
 from dash_jax.types import TrainState, UserError
 
@@ -269,7 +269,7 @@ def _config(**sections):
 
 
 def _run_with_checkpoint(path, **sections):
-    check_same_run(path, _config(**sections), "train")
+    write_config(path, _config(**sections))
     (path / "checkpoints" / "1").mkdir(parents=True)
     return path
 
@@ -298,6 +298,7 @@ def test_what_leaves_results_alone_may_change_and_is_recorded(tmp_path):
         rollout={"memory_gb": 1.0},
     )
     check_same_run(run, changed, "train")
+    write_config(run, changed)
     assert configuration.load(run / "config.yaml") == changed
 
 
@@ -307,10 +308,20 @@ def test_the_number_of_steps_belongs_to_a_decaying_learning_rate_case_41(tmp_pat
         check_same_run(run, _config(optimizer={"schedule": "linear"}, train={"steps": 20}), "train")
 
 
+def test_sft_is_bound_by_its_own_settings(tmp_path):
+    base, steps, rate = _config(), _config(sft={"steps": 3}), _config(sft={"learning_rate": 0.5})
+    other = _config(algorithm={"kl_coefficient": 0.1}, rollout={"prompts": 5})
+    write_config(tmp_path, base)
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    check_same_run(tmp_path, steps, "sft")
+    check_same_run(tmp_path, other, "sft")
+    with pytest.raises(UserError, match=r"sft.learning_rate=0.001, now it is"):
+        check_same_run(tmp_path, rate, "sft")
+
+
 def test_a_run_without_a_checkpoint_binds_nobody(tmp_path):
-    check_same_run(tmp_path, _config(seed=1), "train")
+    write_config(tmp_path, _config(seed=1))
     check_same_run(tmp_path, _config(seed=2), "train")
-    assert configuration.load(tmp_path / "config.yaml").seed == 2
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""Seconds of one DASH step without filter, split into sampling and learning, on random weights.
+
+    python benchmarks/step.py --model S [--json FILE]
+
+16 prompts of 48 tokens, 8 completions of exactly 128 tokens each (no end-of-sequence token), float32.
+The reward is a rule on token ids, so nothing but the sampler and the learner takes time. The median of
+`--repeats` steps is printed and the fastest beside it; the first step, which compiles, is shown apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from dash_jax import config, learner, model
+from dash_jax.learning import Learning
+from dash_jax.policy import Policy
+from dash_jax.rollout import roll_out, sampler_weights, step_key
+from dash_jax.sharding import make_mesh
+from dash_jax.timing import Clock
+from dash_jax.types import Problem
+
+SHAPES = {
+    "S": {"hidden_size": 256, "layers": 8, "heads": 8, "kv_heads": 2, "mlp_size": 1024, "vocab_size": 4096},
+    "M": {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 2, "mlp_size": 2048, "vocab_size": 32000},
+}
+PROMPT_TOKENS = 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="S")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=16, help="completions a backward pass")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    options = parser.parse_args()
+
+    steps = run(options)
+    result = summary(options, steps)
+    show(result)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
+
+
+def run(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Seconds by phase of `repeats + 1` steps; the first one compiles."""
+    settings = config.from_dict({
+        "rollout": {
+            "prompts": options.prompts, "group_size": options.group_size,
+            "max_prompt_tokens": PROMPT_TOKENS, "max_new_tokens": options.new_tokens,
+        },
+        "algorithm": {"filter": False},
+        "learner": {"micro_batch": options.micro_batch, "length_buckets": 1},
+        "optimizer": {"learning_rate": 1e-6},
+    })  # fmt: skip
+    policy = random_policy(options.model)
+    state, learning = random_state(policy, settings)
+    generator = np.random.default_rng(0)
+    steps = []
+    for step in track(range(options.repeats + 1), description=f"model {options.model}", console=Console(stderr=True)):
+        ids = generator.integers(3, policy.model.vocab_size, (options.prompts, PROMPT_TOKENS))
+        problems = [Problem(i, "random", "", "", prompt_ids=tuple(row)) for i, row in enumerate(ids.tolist())]
+        clock = Clock()
+        rollout = roll_out(
+            sampler_weights(state.params, policy), policy, problems, step_key(0, "train", step),
+            group_size=options.group_size, max_new_tokens=options.new_tokens, temperature=1.0, memory_gb=2.0,
+        )  # fmt: skip
+        clock.lap("sampling")
+        rewards = (np.asarray(rollout.tokens) % 2 == 0).mean(axis=2, dtype=np.float32)
+        clock.lap("reward")
+        state, _, _ = learning.step(state, rollout, rewards)
+        clock.lap("learning")
+        steps.append(clock.seconds())
+    return steps
+
+
+def random_policy(name: str) -> Policy:
+    shape = SHAPES[name]
+    described = model.ModelConfig(
+        **shape, known_ids=shape["vocab_size"], head_size=shape["hidden_size"] // shape["heads"], qkv_bias=True
+    )
+    # No tokenizer: nothing is decoded. No id stops: every completion has the full length.
+    return Policy(make_mesh(), None, described, stop_ids=(-1,))  # type: ignore[arg-type]
+
+
+def random_state(policy: Policy, settings: config.Config) -> tuple[Any, Learning]:
+    learning = Learning(settings, policy)
+    params = jax.jit(lambda key: model.init(policy.model, key))(jax.random.key(0))
+    return learner.init_state(params, learning.optimizer, keep_reference=False), learning
+
+
+def summary(options: argparse.Namespace, steps: list[dict[str, float]]) -> dict[str, Any]:
+    tokens = options.prompts * options.group_size * options.new_tokens
+    timed = steps[1:]
+
+    def middle(name: str) -> float:
+        return statistics.median(step[name] for step in timed)
+
+    return {
+        "model": options.model,
+        "sampling_tokens_per_s": tokens / middle("seconds_sampling"),
+        "step_seconds": middle("seconds"),
+        "sampling_seconds": middle("seconds_sampling"),
+        "learning_seconds": middle("seconds_learning"),
+        "fastest_step_seconds": min(step["seconds"] for step in timed),
+        "fastest_sampling_seconds": min(step["seconds_sampling"] for step in timed),
+        "fastest_learning_seconds": min(step["seconds_learning"] for step in timed),
+        "first_step_seconds": steps[0]["seconds"],
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "jax": jax.__version__,
+        "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title=f"one step, model {result['model']}, {result['devices']}, jax {result['jax']}")
+    for column in ("", "median", "fastest"):
+        table.add_column(column, justify="left" if not column else "right")
+    for phase in ("step", "sampling", "learning"):
+        table.add_row(f"{phase}, s", f"{result[f'{phase}_seconds']:.2f}", f"{result[f'fastest_{phase}_seconds']:.2f}")
+    fastest = result["sampling_tokens_per_s"] * result["sampling_seconds"] / result["fastest_sampling_seconds"]
+    table.add_row("sampling, tokens/s", f"{result['sampling_tokens_per_s']:,.0f}", f"{fastest:,.0f}")
+    table.add_row("first step with compilation, s", f"{result['first_step_seconds']:.1f}", "")
+    table.add_row("peak memory, MB", f"{result['peak_rss_mb']:,.0f}", "")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
