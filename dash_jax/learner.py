@@ -141,7 +141,8 @@ def update(
     usable = jnp.isfinite(norm) & (sums["tokens"] > 0)
 
     def apply(state: TrainState) -> TrainState:
-        changes, moments = optimizer.update(gradient, state.optimizer, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its integer count
+            changes, moments = optimizer.update(gradient, state.optimizer, state.params)
         return state.replace(params=optax.apply_updates(state.params, changes), optimizer=moments)
 
     state = jax.lax.cond(usable, apply, lambda state: state, state)

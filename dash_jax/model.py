@@ -167,7 +167,8 @@ def forward(
 ) -> tuple[Float[Array, "N G T D"], KeyValues]:
     """Hidden states after the final norm, and this block's keys and values of all layers (with a G axis)."""
     of_layers, length = (None, None) if context is None else context
-    return Decoder(config).apply({"params": params}, tokens, positions, of_layers, length)
+    result: Any = Decoder(config).apply({"params": params}, tokens, positions, of_layers, length)
+    return result
 
 
 def decode_step(
@@ -189,7 +190,8 @@ def decode_step(
     rotation = _rotation(config, position[:, :, None])
     block, written = Block(config), []
     for weights, prompt, own in zip(params["layers"], prompts, past, strict=True):
-        x, own = block.apply({"params": weights}, x, rotation, prompt, prompt_lengths, own, slot)
+        result: Any = block.apply({"params": weights}, x, rotation, prompt, prompt_lengths, own, slot)
+        x, own = result
         written.append(own)
     return _rms_norm(x, params["final_norm"], config.norm_epsilon)[:, :, 0], written
 
@@ -269,7 +271,7 @@ class Block(nn.Module):
         norm = functools.partial(_weight, self, axes=(None,), initializer=nn.initializers.ones)
 
         h = _rms_norm(x, norm("attention_norm", (D,)), c.norm_epsilon)
-        # Queries, keys and values of one key/value head lie together: one product, split over `tensor` as a whole.
+        # What belongs to one key/value head lies together: one product, split over `tensor` as a whole.
         qkv = self._linear("qkv", h, (D,), (K, R + 2, A), ("embed",), ("kv_heads", None, None), c.qkv_bias)
         q, k, v = qkv[..., :R, :], qkv[..., R, :], qkv[..., R + 1, :]
         if c.qk_norm:
@@ -277,7 +279,7 @@ class Block(nn.Module):
             k = _rms_norm(k, norm("k_norm", (A,)), c.norm_epsilon)
         q = _rotate(q, rotation) * jnp.asarray(A**-0.5, q.dtype)
         own = KeyValues(_rotate(k, rotation).transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4))
-        if past is not None:
+        if past is not None and slot is not None:
             own = KeyValues(
                 jax.lax.dynamic_update_slice_in_dim(past.k, own.k, slot, axis=-1),
                 jax.lax.dynamic_update_slice_in_dim(past.v, own.v, slot, axis=-2),
@@ -316,7 +318,8 @@ def _weight(
     axes: tuple[str | None, ...],
     initializer: Callable[..., Any] = nn.initializers.normal(0.02),  # noqa: B008 - a pure function
 ) -> Float[Array, "..."]:
-    return module.param(name, nn.with_partitioning(initializer, axes), shape, jnp.float32)
+    weight: Any = module.param(name, nn.with_partitioning(initializer, axes), shape, jnp.float32)
+    return weight
 
 
 def _remat(policy: str) -> type[nn.Module]:
@@ -329,7 +332,8 @@ def _remat(policy: str) -> type[nn.Module]:
 def _embed(
     embedding: Float[Array, "V D"], tokens: Int[Array, "N G T"], config: ModelConfig
 ) -> Float[Array, "N G T D"]:
-    return constrain(embedding[tokens].astype(config.dtype), "batch", None, None, None)
+    table = constrain(embedding, "vocab", None)  # gathered over fsdp, as the other weights are when used
+    return constrain(table[tokens].astype(config.dtype), "batch", None, None, None)
 
 
 def _rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "..."]:
@@ -370,7 +374,7 @@ def _attend(
     row = jnp.repeat(jnp.arange(T), R)
     causal = jnp.arange(own.k.shape[-1])[None, :] <= slot + row[:, None]
     scores = jnp.where(causal[None, None, None], _product(q, own.k), _MASKED)
-    if context is None:
+    if context is None or context_length is None:
         peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - peak)
         total, values = weights.sum(axis=-1, keepdims=True), _product(weights.astype(q.dtype), own.v)

@@ -69,7 +69,6 @@ def _built_in(config: Config, tokenizer: Tokenizer) -> ModelConfig:
         kv_heads=shape.kv_heads,
         head_size=shape.hidden_size // shape.heads,
         mlp_size=shape.mlp_size,
-        qkv_bias=True,
         max_positions=shape.max_positions,
         dtype=shape.dtype,
         remat=shape.remat,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import shutil
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,8 +64,11 @@ def sft(config: Config) -> pathlib.Path:
                 checkpoints.save(step + 1, state, {"step": step + 1})
             clock.lap("other")
     checkpoints.close()
-    weights.save(run / "model", state.params, policy.model, source=config.model.path, tokenizer=policy.tokenizer)
-    return run / "model"
+    folder = run / "model"
+    if first < config.sft.steps or not folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        weights.save(folder, state.params, policy.model, source=config.model.path, tokenizer=policy.tokenizer)
+    return folder
 
 
 Example = tuple[Problem, list[int]]

@@ -17,7 +17,7 @@ from dash_jax.evaluate import evaluate, held_out
 from dash_jax.learning import Learning
 from dash_jax.policy import describe
 from dash_jax.rewards import score
-from dash_jax.rollout import roll_out, sampler_weights, step_key, texts
+from dash_jax.rollout import chunk_prompts, padded_width, roll_out, sampler_weights, step_key, texts
 from dash_jax.tasks import load_task
 from dash_jax.tasks.order import batch_of
 from dash_jax.timing import Clock
@@ -32,7 +32,10 @@ def train(config: Config) -> None:
     policy = describe(config)
     limit = config.rollout.max_prompt_tokens
     problems, _ = encode_problems(task.train(), policy.tokenizer, chat=task.chat, max_prompt_tokens=limit)
-    batch_of(0, config.rollout.prompts, len(problems), config.seed)  # refuses a batch above the problems now
+    # Refuse now, not in the first step, what a step would refuse.
+    batch_of(0, config.rollout.prompts, len(problems), config.seed)
+    sizes = (config.rollout.group_size, config.rollout.max_new_tokens, config.rollout.memory_gb)
+    chunk_prompts(policy.model, padded_width(limit), *sizes)
     tests = held_out(config, task, policy) if config.train.eval_every else []
     check_same_run(config.run, config, "train")
 

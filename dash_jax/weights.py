@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from dash_jax import hf_config, hf_tensors, model
 from dash_jax.hf_tensors import Tensor
 from dash_jax.model import ModelConfig
+from dash_jax.tokenization import Tokenizer
 from dash_jax.types import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ def save(
     config: ModelConfig,
     *,
     source: str | pathlib.Path | None,
+    tokenizer: Tokenizer | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
 ) -> None:
     """Writes a Hugging Face folder; it appears complete or not at all.
@@ -114,6 +116,8 @@ def save(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; give another one")
     tree = _output_config(config, source, dtype)
+    if source is None and tokenizer is not None:
+        tree |= {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
     if jax.process_index() != 0:
         _save_tensors(None, params, config, tree["dtype"])
         return
@@ -123,6 +127,8 @@ def save(
         _save_tensors(partial, params, config, tree["dtype"])
         _dump(partial / "config.json", tree)
         _save_companions(partial, source, tree)
+        if tokenizer is not None:
+            tokenizer.save(partial)
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(

@@ -30,6 +30,8 @@ CONFIG = ModelConfig(
 )
 N, G, P, C = 8, 2, 6, 5
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 12):  # a third of the time again; the option is gone in later ones
+    FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 
 def make_params(config):
@@ -72,12 +74,12 @@ def test_gradients_are_finite_and_reach_every_weight():
 
 def test_the_gradient_is_the_slope_of_the_loss():
     """Along its own direction, by central differences."""
-    _, slope = loss_and_gradient(PARAMS, CONFIG)
+    start, slope = jax.device_get((PARAMS, loss_and_gradient(PARAMS, CONFIG)[1]))
     squared = float(sum((leaf**2).sum() for leaf in jax.tree.leaves(slope)))
     step = 1e-2 / squared**0.5
 
     def moved(by):
-        params = jax.tree.map(lambda leaf, direction: leaf + by * direction, PARAMS, slope)
+        params = jax.tree.map(lambda leaf, direction: leaf + by * direction, start, slope)
         return float(loss_and_gradient(params, CONFIG)[0])
 
     assert (moved(step) - moved(-step)) / (2 * step) == pytest.approx(squared, rel=1e-2)
@@ -87,8 +89,7 @@ def test_rematerialisation_recomputes_and_changes_no_gradient():
     products, (_, expected) = {}, loss_and_gradient(PARAMS, CONFIG)
     for remat in ("none", "dots", "full"):
         config = dataclasses.replace(CONFIG, remat=remat)
-        program = jax.make_jaxpr(jax.grad(loss), static_argnums=1)(PARAMS, config)
-        products[remat] = str(program).count("dot_general")
+        products[remat] = str(loss_and_gradient.trace(PARAMS, config).jaxpr).count("dot_general")
         _, ours = loss_and_gradient(PARAMS, config)
         close = jax.tree.map(lambda a, b: np.abs(a - b).max() < 1e-6, ours, expected)
         assert all(jax.tree.leaves(close)), remat

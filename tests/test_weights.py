@@ -28,6 +28,8 @@ REFERENCE = pathlib.Path(__file__).parents[2] / "shared/reference/smollm2_refere
 ARGUMENTS = {"known_ids": 64, "dtype": "float32", "remat": "none", "max_needed_positions": None}
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 12):  # a third of the time again; the option is gone in later ones
+    FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
 forward = jax.jit(model.forward, static_argnums=1, compiler_options=FAST_COMPILE)
 
 
@@ -57,7 +59,7 @@ def golden(name):
 
 
 def positions_of(tokens):
-    return np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
+    return jnp.asarray(np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape))
 
 
 def prefill_logits(params, config, tokens):
@@ -100,7 +102,7 @@ def three_ways(params, config, tokens, completions):
     whole, own = model.forward(params, config, tokens[:, None], positions_of(tokens)[:, None])
     context = Context(KeyValues(own.k[:, :, 0], own.v[:, :, 0]), jnp.asarray(LENGTHS))
     positions = LENGTHS[:, None, None] + positions_of(completions)
-    at_once, _ = model.forward(params, config, completions, jnp.asarray(positions), context)
+    at_once, _ = model.forward(params, config, completions, positions, context)
 
     prompts = model.unstack(context.layers, config.layers)
     layered = {**params, "layers": model.unstack(params["layers"], config.layers)}
@@ -679,8 +681,16 @@ def test_transformers_loads_what_is_saved_and_agrees(tmp_path, name):
 
 
 BUILT_IN = ModelConfig(
-    vocab_size=50, known_ids=50, hidden_size=48, layers=3, heads=6, kv_heads=3, head_size=8, mlp_size=40
-)  # fmt: skip
+    vocab_size=50,
+    known_ids=50,
+    hidden_size=48,
+    layers=3,
+    heads=6,
+    kv_heads=3,
+    head_size=8,
+    mlp_size=40,
+    remat="none",
+)
 
 
 @pytest.mark.parametrize(
@@ -691,14 +701,14 @@ BUILT_IN = ModelConfig(
         {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "norm_epsilon": 1e-5, "head_size": 12},
     ],
 )
-def test_transformers_loads_a_built_in_model_and_agrees(tmp_path, changes):
-    pytest.importorskip("torch")
+def test_a_built_in_model_is_saved_and_transformers_agrees(tmp_path, changes):
     config = dataclasses.replace(BUILT_IN, **changes)
     rng, (shapes, _) = np.random.default_rng(0), model.weight_axes(config)
     params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.2, leaf.shape), np.float32), shapes)
     weights.save(tmp_path / "out", params, config, source=None)
     again = read_config(tmp_path / "out", known_ids=50)
-    assert dataclasses.replace(again, remat=config.remat) == config
+    assert_same_parameters((weights.load(tmp_path / "out", again, one_device()), again), (params, config))
+    pytest.importorskip("torch")
     tokens = rng.integers(0, 50, (2, 20), np.int32)
     assert_same_logits(prefill_logits(params, config, tokens), transformers_logits(tmp_path / "out", tokens))
 

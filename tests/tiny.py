@@ -25,14 +25,12 @@ NO_EOS = -1
 
 def weights(config, seed):
     """Logits of a few units, norms and biases that are not the identity."""
-    key = jax.random.key(seed)
+    rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        name = jax.tree_util.keystr(path)
-        noise = jax.random.normal(jax.random.fold_in(key, sum(name.encode())), leaf.shape)
-        if "norm" in name:
-            return 1.0 + 0.1 * noise
-        return (0.4 if "embedding" in name else 0.2) * noise
+        name, noise = jax.tree_util.keystr(path), rng.normal(size=leaf.shape)
+        scale = 0.1 if "norm" in name else 0.3 if "embedding" in name else 0.25
+        return jnp.asarray(scale * noise + ("norm" in name), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, model.weight_axes(config)[0])
 
@@ -56,9 +54,12 @@ def prompts_of(lengths, seed, width=P, rest=0):
     return np.where(np.arange(width) < lengths[:, None], tokens, np.int32(rest)), lengths
 
 
+_keys = jax.jit(sampling.sample_keys, static_argnums=2)
+
+
 def sample(prompts, lengths, *, seed=0, eos_ids=(NO_EOS,) * 3, temperature=1.0, rule=sampling.Rule(), past=None):
     """`sampling.sample` of the tiny model in the shapes above; (samples as NumPy, buffers)."""
-    keys = sampling.sample_keys(jax.random.key(seed), jnp.arange(N), G)
+    keys = _keys(jax.random.key(seed), np.arange(N), G)
     past = sampling.empty_past(CONFIG, N, G, C) if past is None else past
     samples, past = sampling.sample(
         params(), jnp.asarray(prompts), jnp.asarray(lengths), keys, jnp.asarray(eos_ids, jnp.int32),
@@ -116,6 +117,7 @@ def markov(table):
 
     One-hot embeddings, layers that add nothing; the final norm makes e_i into sqrt(8) e_i.
     """
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), model.weight_axes(MARKOV)[0])
-    head = jnp.asarray(table, jnp.float32) / np.float32(np.sqrt(8))
-    return zeros | {"embedding": jnp.eye(8), "final_norm": jnp.ones(8), "head": head}
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), model.weight_axes(MARKOV)[0])
+    head = (np.asarray(table) / np.sqrt(8)).astype(np.float32)
+    weights = zeros | {"embedding": np.eye(8, dtype=np.float32), "final_norm": np.ones(8, np.float32), "head": head}
+    return jax.tree.map(jnp.asarray, weights)

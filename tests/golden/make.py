@@ -3,8 +3,8 @@
     python tests/golden/make.py        (needs torch; the folders beside this file are its output)
 
 transformers is the only oracle. It initialises biases to 0 and norms to 1, which hides
-wrong handling; so every tensor is drawn at random here. Positions go beyond the original
-ones where the rope type extends them.
+wrong handling; so every tensor is drawn at random here, and some norms have a large
+epsilon. Positions go beyond the original ones where the rope type extends them.
 """
 
 import pathlib
@@ -32,7 +32,7 @@ def rope(kind: str, **settings: float | bool) -> dict[str, object]:
 
 
 VARIANTS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True, rms_norm_eps=0.1),
     "llama_untied": LlamaConfig(**SHAPE, head_dim=16),
     "llama_biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "llama_llama3": LlamaConfig(
@@ -52,7 +52,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "llama_dynamic": LlamaConfig(**SHAPE, **rope("dynamic", factor=4.0)),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen2_tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16, rms_norm_eps=0.05),
     "qwen3_biases": Qwen3Config(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=True),
     "qwen2_bf16_sharded": Qwen2Config(**SHAPE),
 }
