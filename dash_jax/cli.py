@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dash-jax",
-        description="Reinforcement learning with verifiable rewards for language models: DASH, and GRPO beside it.",
+        description="Reinforcement learning with verifiable rewards for language models: DASH, and GRPO.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,18 +70,28 @@ def _parser() -> argparse.ArgumentParser:
     def with_config(name: str, run: Any, help: str) -> argparse.ArgumentParser:
         sub = verb(name, run, help)
         sub.add_argument("config", help="YAML file; see configs/")
-        sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that differ from the file")
+        sub.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help="settings that differ from the file"
+        )
         return sub
 
-    with_config("train", _train, "train with DASH (or GRPO, by config) in the run directory; resumes by itself")
+    with_config(
+        "train", _train, "train with DASH (or GRPO, by config) in the run directory; resumes by itself"
+    )
     with_config("sft", _sft, "warm start on the task's worked solutions; writes RUN/sft/model for model.path")
     sub = with_config("eval", _eval, "accuracy on held-out problems, with every completion and its verdict")
-    sub.add_argument("--start", action="store_true", help="evaluate model.path, not the newest checkpoint of the run")
-    sub.add_argument("--name", default="eval", help="write RUN/NAME.json and RUN/NAME.jsonl (default: %(default)s)")
+    sub.add_argument(
+        "--start", action="store_true", help="evaluate model.path, not the newest checkpoint of the run"
+    )
+    sub.add_argument(
+        "--name", default="eval", help="write RUN/NAME.json and RUN/NAME.jsonl (default: %(default)s)"
+    )
     sub = with_config("export", _export, "write the newest checkpoint as a Hugging Face folder")
     sub.add_argument("--out", required=True, metavar="DIR", help="folder to make")
     with_config("config", _config, "print the resolved config with the meaning of every key")
-    sub = verb("report", _report, "draw a run's learning curve; with two evaluations, print and write their summary")
+    sub = verb(
+        "report", _report, "draw a run's learning curve; with two evaluations, print and write their summary"
+    )
     sub.add_argument("directory", metavar="RUN", help="run directory, with metrics.jsonl")
     sub.add_argument("--before", metavar="JSON", help="evaluation before training")
     sub.add_argument("--after", metavar="JSON", help="evaluation after training")

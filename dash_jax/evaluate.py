@@ -62,11 +62,15 @@ def evaluate(
     summary |= {f"{name}_{kind}": None for kind in ("greedy", "sampled") for name in ("accuracy", "interval")}
     summary["pass_at"] = {}
     for kind, count, rule in kinds:
+        before = len(completions)
+
+        def on_chunk(prompts: int, before: int = before, count: int = count) -> None:
+            on_completions(before + prompts * count)
+
         rollout = roll_out(
             weights, policy, problems, step_key(config.seed, "eval", 0),
             group_size=count, max_new_tokens=config.rollout.max_new_tokens, temperature=settings.temperature,
-            memory_gb=config.rollout.memory_gb, rule=rule,
-            on_chunk=lambda prompts, done=len(completions), each=count: on_completions(done + prompts * each),
+            memory_gb=config.rollout.memory_gb, rule=rule, on_chunk=on_chunk,
         )  # fmt: skip
         said = texts(rollout, policy)
         finishes = [Finish(finish) for finish in rollout.finish.reshape(-1)]
@@ -85,7 +89,8 @@ def evaluate(
             completions.append({
                 "id": problem.id, "source": problem.source, "kind": kind, "prompt": problem.prompt,
                 "completion": text, "answer": problem.answer, "extracted": grade.extracted,
-                "correct": grade.correct, "reward": grade.reward, "finish": finish.name.lower(), "tokens": length,
+                "correct": grade.correct, "reward": grade.reward, "finish": finish.name.lower(),
+                "tokens": length,
             })  # fmt: skip
     summary["mean_length"] = float(np.mean([row["tokens"] for row in completions]))
     summary["truncated"] = float(np.mean([row["finish"] == "length" for row in completions]))

@@ -53,7 +53,7 @@ def make_optimizer(
     weight_decay: float,
     clip_norm: float,
 ) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip. Its step count, and so the learning rate, lives in the optimizer state."""
+    """AdamW behind a global-norm clip. Its step count, hence the learning rate, is in the optimizer state."""
     after = max(total_steps - warmup_steps, 1)
     decay = {
         "constant": optax.constant_schedule(learning_rate),
@@ -63,7 +63,9 @@ def make_optimizer(
     if warmup_steps:
         # The first step already moves: step i of the warm-up has (i + 1) / (warmup_steps + 1) of the peak.
         start = learning_rate / (warmup_steps + 1)
-        decay = optax.join_schedules([optax.linear_schedule(start, learning_rate, warmup_steps), decay], [warmup_steps])
+        decay = optax.join_schedules(
+            [optax.linear_schedule(start, learning_rate, warmup_steps), decay], [warmup_steps]
+        )
     return optax.chain(
         optax.clip_by_global_norm(clip_norm),
         optax.adamw(decay, beta1, beta2, epsilon, weight_decay=weight_decay, mask=_decayed),
@@ -79,8 +81,10 @@ def _decayed(params: dict[str, Any]) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def init_state(params: dict[str, Any], optimizer: optax.GradientTransformation, *, keep_reference: bool) -> TrainState:
-    """The state before the first step; the reference is a copy of the starting policy. Jit it with `state_shardings`."""
+def init_state(
+    params: dict[str, Any], optimizer: optax.GradientTransformation, *, keep_reference: bool
+) -> TrainState:
+    """The state before the first step; the reference is the policy itself. Jit it with `state_shardings`."""
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
     return TrainState(step=jnp.int32(0), params=params, optimizer=optimizer.init(params), reference=reference)
 
@@ -98,7 +102,8 @@ def state_shardings(
         of_weights,
         transform_non_params=lambda _: replicated(mesh),
     )
-    return TrainState(replicated(mesh), of_weights, of_optimizer, of_weights if keep_reference else None)
+    everywhere: Any = replicated(mesh)
+    return TrainState(everywhere, of_weights, of_optimizer, of_weights if keep_reference else None)
 
 
 def make_update(
@@ -136,14 +141,17 @@ def update(
     (largest |learner - sampler| log-prob), `learned_tokens`, and where they mean something `kl` (k3
     estimate) and `clipped` (share).
     """
-    gradient, sums, gap = accumulate(state.params, state.reference, batches, config=config, objective=objective)
+    gradient, sums, gap = accumulate(
+        state.params, state.reference, batches, config=config, objective=objective
+    )
     norm = optax.tree.norm(gradient)
     usable = jnp.isfinite(norm) & (sums["tokens"] > 0)
 
     def apply(state: TrainState) -> TrainState:
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its integer count
             changes, moments = optimizer.update(gradient, state.optimizer, state.params)
-        return state.replace(params=optax.apply_updates(state.params, changes), optimizer=moments)
+        params = optax.apply_updates(state.params, changes)
+        return dataclasses.replace(state, params=params, optimizer=moments)
 
     state = jax.lax.cond(usable, apply, lambda state: state, state)
     tokens = jnp.maximum(sums["tokens"], 1.0)
@@ -159,7 +167,7 @@ def update(
         metrics["kl"] = sums["kl"] / tokens
     if objective.loss == "clipped":
         metrics["clipped"] = sums["clipped"] / tokens
-    return state.replace(step=state.step + 1), metrics
+    return dataclasses.replace(state, step=state.step + 1), metrics
 
 
 def accumulate(
@@ -171,14 +179,19 @@ def accumulate(
     objective: Objective,
 ) -> tuple[dict[str, Any], Metrics, Float[Array, ""]]:
     """Gradient, metric sums and the largest log-prob gap over all micro-batches, in float32."""
-    differentiate = jax.value_and_grad(functools.partial(loss, config=config, objective=objective), has_aux=True)
+    differentiate = jax.value_and_grad(
+        functools.partial(loss, config=config, objective=objective), has_aux=True
+    )
 
     def add(carry: Any, batch: MicroBatches) -> tuple[Any, None]:
         def compute(carry: Any) -> Any:
             gradient, sums, gap = carry
             (value, (new_sums, new_gap)), new_gradient = differentiate(params, reference, batch)
             new_sums = {"loss": value, **new_sums}
-            return (*jax.tree.map(jnp.add, (gradient, sums), (new_gradient, new_sums)), jnp.maximum(gap, new_gap))
+            return (
+                *jax.tree.map(jnp.add, (gradient, sums), (new_gradient, new_sums)),
+                jnp.maximum(gap, new_gap),
+            )
 
         # The number of micro-batches is a compiled constant; those that the filter left empty cost nothing.
         return jax.lax.cond((batch.lengths > 0).any(), compute, lambda carry: carry, carry), None
@@ -199,7 +212,7 @@ def loss(
     config: ModelConfig,
     objective: Objective,
 ) -> tuple[Float[Array, ""], tuple[Metrics, Float[Array, ""]]]:
-    """The share of one micro-batch (fields without the M axis) in the loss, metric sums, and the log-prob gap."""
+    """The share of one micro-batch (fields without the M axis) in the loss, metric sums, log-prob gap."""
     score = functools.partial(
         completion_logprobs,
         config=config,
@@ -211,7 +224,8 @@ def loss(
     )
     logprobs, entropy = map(_rows, score(params))
     mask = losses.completion_mask(batch.lengths.reshape(-1), logprobs.shape[1])
-    sampled, advantages, weights = _rows(batch.logprobs), batch.advantages.reshape(-1), batch.weights.reshape(-1)
+    sampled = _rows(batch.logprobs)
+    advantages, weights = batch.advantages.reshape(-1), batch.weights.reshape(-1)
     tokens = mask.sum(dtype=jnp.float32)
     sums = {"tokens": tokens, "entropy": jnp.where(mask, entropy, 0.0).sum(), "kl": jnp.float32(0)}
 
@@ -225,8 +239,11 @@ def loss(
         )  # fmt: skip
         sums["clipped"] = aux["clipped"][0]
     if objective.kl_coefficient > 0:
+        assert reference is not None, "a KL penalty needs the reference that `init_state` can keep"
         target = jax.lax.stop_gradient(_rows(score(reference)[0]))
-        penalty, aux = losses.kl_penalty(logprobs, target, mask, weights=weights, estimator=objective.kl_estimator)
+        penalty, aux = losses.kl_penalty(
+            logprobs, target, mask, weights=weights, estimator=objective.kl_estimator
+        )
         value = value + objective.kl_coefficient * penalty
         sums["kl"] = aux["kl_k3"][0]
     gap = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprobs) - sampled), 0.0).max()

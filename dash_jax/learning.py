@@ -91,10 +91,12 @@ class Learning:
         """One optimizer step for every `optimizer_batch` completions, in the order of the rollout.
 
         `rewards` is float[N, G], NaN where there is none. Returns the state, the advantages [N, G]
-        and metrics: means over the optimizer steps, weighted by nothing, as each is one step.
+        and metrics: means over the optimizer steps, weighted by nothing, as each is one step, and of
+        `logprob_gap` the largest.
         """
         config, ways = self._config, row_ways(self._policy.mesh)
-        advantages = np.asarray(group_advantages(rewards, scale_by_std=config.algorithm.advantage == "group_mean_std"))
+        scale_by_std = config.algorithm.advantage == "group_mean_std"
+        advantages = np.asarray(group_advantages(rewards, scale_by_std=scale_by_std))
         prompts = config.optimizer_batch // config.rollout.group_size
         steps = []
         for start in range(0, len(rewards), prompts):
@@ -109,7 +111,8 @@ class Learning:
                 | {"kept_share": kept / config.optimizer_batch}
                 | {"padding_share": 1 - useful / computed if computed else 0.0}
             )
-        return state, advantages, {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+        means = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+        return state, advantages, means | {"logprob_gap": max(step["logprob_gap"] for step in steps)}
 
 
 def learning_batch(

@@ -52,7 +52,8 @@ def completion_logprobs(
     width = min(max(chunk // (S * G), 1), C)
     chunks = -(-C // width)
     logprobs, entropies = jax.lax.map(
-        jax.checkpoint(score), (_split_positions(hidden, chunks, width), _split_positions(tokens, chunks, width))
+        jax.checkpoint(score),
+        (_split_positions(hidden, chunks, width), _split_positions(tokens, chunks, width)),
     )
     return _join_positions(logprobs, C), _join_positions(entropies, C)
 

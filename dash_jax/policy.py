@@ -23,7 +23,7 @@ class Policy(NamedTuple):
 
 
 def describe(config: Config) -> Policy:
-    """Everything but the weights: settings that do not fit the model are refused here, before memory is taken."""
+    """All but the weights: settings that do not fit the model are refused here, before memory is taken."""
     tokenizer = load_tokenizer(config)
     if config.model.path is None:
         shape = _built_in(config, tokenizer)
@@ -44,7 +44,10 @@ def starting_weights(config: Config, policy: Policy) -> dict[str, Any]:
     """Float32 weights on the mesh: those of model.path, or random ones that follow from the seed."""
     if config.model.path is not None:
         return weights.load(config.model.path, policy.model, policy.mesh)
-    initialise = jax.jit(lambda key: model.init(policy.model, key), out_shardings=model.weight_shardings(policy.model, policy.mesh))
+    initialise = jax.jit(
+        lambda key: model.init(policy.model, key),
+        out_shardings=model.weight_shardings(policy.model, policy.mesh),
+    )
     return initialise(jax.random.key(config.seed))
 
 

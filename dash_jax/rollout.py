@@ -33,7 +33,7 @@ def step_key(seed: int, stream: str, step: int) -> Key:
 
 
 def sampler_weights(params: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    """Weights as decoding wants them: in the compute dtype and whole over `data` and `fsdp`, once per rollout."""
+    """Weights as decoding wants them, once a rollout: in the compute dtype, whole over `data` and `fsdp`."""
 
     def gathered(sharding: NamedSharding) -> NamedSharding:
         axes = (None if axis == "fsdp" else axis for axis in sharding.spec)  # one-axis tuples become names
@@ -84,10 +84,10 @@ def roll_out(
             samples, past = sampling.sample(
                 weights, *rows, keys, eos_ids, jnp.float32(temperature), past, config=policy.model, rule=rule
             )
-            samples = jax.tree.map(lambda x, n=len(chunk): np.asarray(x)[:n], samples)
-            parts.append(Rollout(ids[: len(chunk)], prompts[: len(chunk)], lengths[: len(chunk)], *samples))
+            parts.append([np.asarray(field)[: len(chunk)] for field in (ids, prompts, lengths, *samples)])
             on_chunk(start + len(chunk))
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    joined: Any = map(np.concatenate, zip(*parts, strict=True))  # NumPy, where the record says jax.Array
+    return Rollout(*joined)
 
 
 def texts(rollout: Rollout, policy: Policy) -> list[str]:
@@ -107,7 +107,9 @@ def padded_width(longest: int) -> int:
     return power * 3 // 4 if power > 8 and longest <= power * 3 // 4 else power
 
 
-def chunk_prompts(config: ModelConfig, width: int, group_size: int, max_new_tokens: int, memory_gb: float) -> int:
+def chunk_prompts(
+    config: ModelConfig, width: int, group_size: int, max_new_tokens: int, memory_gb: float
+) -> int:
     """How many prompts, with all their samples, fit the budget of one device."""
     size = jnp.dtype(config.dtype).itemsize
     per_token = 2 * config.layers * config.kv_heads * config.head_size * size
@@ -116,8 +118,9 @@ def chunk_prompts(config: ModelConfig, width: int, group_size: int, max_new_toke
     fitting = int(memory_gb * 2**30 / bytes_needed)
     if not fitting:
         raise UserError(
-            f"rollout.memory_gb={memory_gb:g}: one prompt with {group_size} samples of {max_new_tokens} tokens "
-            f"takes {bytes_needed / 2**30:.3g} GB; raise it, or lower the group size or rollout.max_new_tokens"
+            f"rollout.memory_gb={memory_gb:g}: one prompt with {group_size} samples of {max_new_tokens} "
+            f"tokens takes {bytes_needed / 2**30:.3g} GB; raise it, or lower the group size or "
+            "rollout.max_new_tokens"
         )
     return fitting
 
@@ -135,7 +138,9 @@ def _cast(params: dict[str, Any], dtype: str) -> dict[str, Any]:
 _keys = jax.jit(sampling.sample_keys, static_argnames="group_size")
 
 
-def _pad_prompts(problems: Sequence[Problem], rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pad_prompts(
+    problems: Sequence[Problem], rows: int, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Problem ids [rows], prompts [rows, width], lengths [rows]; rows beyond the problems have length 0."""
     ids, lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     prompts = np.zeros((rows, width), np.int32)

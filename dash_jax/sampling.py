@@ -25,7 +25,7 @@ _BLOCK = 128  # tokens summed together in the first level of the inverse CDF
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How the next token is chosen. Training leaves all of it off: the learner scores the full distribution."""
+    """How the next token is chosen. Training leaves all off: the learner scores the full distribution."""
 
     greedy: bool = False
     top_k: int = 0
@@ -54,7 +54,7 @@ class _State(NamedTuple):
 
 
 def sample_keys(key: Key, problem_ids: Int[Array, " N"], group_size: int) -> Key:
-    """One key a sample, [N, G]: `key` (of seed and step) folded with the problem's id and the sample's index."""
+    """One key a sample, [N, G]: `key`, of seed and step, folded with the problem id and the sample index."""
 
     def of(problem: Int[Array, ""], index: Int[Array, ""]) -> Key:
         return jax.random.fold_in(jax.random.fold_in(key, problem), index)
@@ -64,7 +64,7 @@ def sample_keys(key: Key, problem_ids: Int[Array, " N"], group_size: int) -> Key
 
 
 def empty_past(config: ModelConfig, prompts: int, group_size: int, max_new_tokens: int) -> list[KeyValues]:
-    """Cache buffers for `sample`, one a layer. Their content does not matter: slots are written before they are read."""
+    """Cache buffers for `sample`, one a layer. Any finite content will do: slots are written, then read."""
     shape = (prompts, group_size, config.kv_heads)
     k = (*shape, config.head_size, max_new_tokens)
     v = (*shape, max_new_tokens, config.head_size)
@@ -82,7 +82,7 @@ def sample(
     past: list[KeyValues],
     *,
     config: ModelConfig,
-    rule: Rule = Rule(),  # noqa: B008 - frozen
+    rule: Rule = Rule(),
 ) -> tuple[Samples, list[KeyValues]]:
     """Samples G completions of each prompt, up to C tokens or the first end-of-sequence token, which is kept.
 
@@ -101,7 +101,9 @@ def sample(
     choose = functools.partial(_next_token, keys=keys, temperature=temperature, rule=rule)
 
     prompt, hidden = _prefill(params, config, prompts, prompt_lengths)
-    first = jnp.broadcast_to(model.logits(params, config, hidden)[:, None], (len(prompts), group_size, config.vocab_size))
+    first = jnp.broadcast_to(
+        model.logits(params, config, hidden)[:, None], (len(prompts), group_size, config.vocab_size)
+    )
     token, logprob = choose(first, position=jnp.int32(0))
     layers = {**params, "layers": model.unstack(params["layers"], config.layers)}
     filler = jnp.broadcast_to((prompt_lengths == 0)[:, None], token.shape)
@@ -148,7 +150,7 @@ def sample(
 def _prefill(
     params: dict[str, Any], config: ModelConfig, prompts: Int[Array, "N P"], prompt_lengths: Int[Array, " N"]
 ) -> tuple[list[KeyValues], Float[Array, "N D"]]:
-    """Keys and values of the prompts, per layer and without G axis, and the hidden state at each last token."""
+    """Keys and values of the prompts, per layer and without G axis, and the hidden states at last tokens."""
     tokens = prompts[:, None]
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1])[None, None], tokens.shape)
     hidden, own = model.forward(params, config, tokens, positions)
@@ -162,7 +164,12 @@ def _is_any(tokens: Int[Array, "N G"], ids: Int[Array, " E"]) -> Array:
 
 
 def _next_token(
-    logits: Float[Array, "N G V"], *, keys: Key, position: Int[Array, ""], temperature: Float[Array, ""], rule: Rule
+    logits: Float[Array, "N G V"],
+    *,
+    keys: Key,
+    position: Int[Array, ""],
+    temperature: Float[Array, ""],
+    rule: Rule,
 ) -> tuple[Int[Array, "N G"], Float[Array, "N G"]]:
     if rule.greedy:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -176,7 +183,7 @@ def _next_token(
 
 
 def _uniforms(key: Key) -> Float[Array, " 2"]:
-    """In the middle of float32's 2^23 steps: at exactly 0 the first token would be drawn, however improbable."""
+    """Amid float32's 2^23 steps: at exactly 0 the first token would be drawn, however improbable."""
     return jax.random.uniform(key, (2,)) + 2.0**-24
 
 

@@ -10,6 +10,7 @@ import logging
 import pathlib
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def sft(config: Config) -> pathlib.Path:
-    """Trains in `<run>/sft`, from its newest checkpoint if there is one; returns the Hugging Face folder it writes."""
+    """Trains in `<run>/sft`, from its newest checkpoint if any; returns the Hugging Face folder it writes."""
     task = load_task(config.task, config.seed)
     policy = describe(config)
     limit = config.rollout.max_prompt_tokens
@@ -57,7 +58,9 @@ def sft(config: Config) -> pathlib.Path:
             batches = _batches(chosen, config, multiple_of=row_ways(policy.mesh))
             state, metrics = update(state, batches)
             useful, computed = padding_report(batches)
-            line = {name: float(metrics[name]) for name in ("loss", "gradient_norm", "entropy", "learned_tokens")}
+            line = {
+                name: float(metrics[name]) for name in ("loss", "gradient_norm", "entropy", "learned_tokens")
+            }
             clock.lap("learning")
             tracker.log(step, line | {"padding_share": 1 - useful / computed} | clock.seconds())
             if (step + 1) % config.train.save_every == 0 or step + 1 == config.sft.steps:
@@ -87,7 +90,8 @@ def _with_solutions(problems: Sequence[Problem], policy: Policy, limit: int) -> 
     longest = max(len(ids) for _, ids in examples)
     if not kept:
         raise UserError(
-            f"rollout.max_new_tokens={limit} is below all {len(examples)} solutions; the longest has {longest} tokens"
+            f"rollout.max_new_tokens={limit} is below all {len(examples)} solutions; "
+            f"the longest has {longest} tokens"
         )
     if len(kept) < len(problems):
         _log.warning(
@@ -102,19 +106,19 @@ def _batches(examples: Sequence[Example], config: Config, *, multiple_of: int) -
     limit = config.rollout.max_new_tokens
     width = padded_width(max(len(problem.prompt_ids) for problem, _ in examples))
     lengths = np.array([len(ids) for _, ids in examples], np.int32)
-    rollout = Rollout(
-        problem_ids=np.array([problem.id for problem, _ in examples], np.int32),
-        prompts=_padded([problem.prompt_ids for problem, _ in examples], width),
-        prompt_lengths=np.array([len(problem.prompt_ids) for problem, _ in examples], np.int32),
-        tokens=_padded([ids for _, ids in examples], limit)[:, None],
-        logprobs=np.zeros((len(examples), 1, limit), np.float32),
-        lengths=lengths[:, None],
-        finish=np.full((len(examples), 1), Finish.EOS, np.int32),
-    )
+    fields: dict[str, Any] = {  # NumPy arrays, where the record is annotated with jax.Array
+        "problem_ids": np.array([problem.id for problem, _ in examples], np.int32),
+        "prompts": _padded([problem.prompt_ids for problem, _ in examples], width),
+        "prompt_lengths": np.array([len(problem.prompt_ids) for problem, _ in examples], np.int32),
+        "tokens": _padded([ids for _, ids in examples], limit)[:, None],
+        "logprobs": np.zeros((len(examples), 1, limit), np.float32),
+        "lengths": lengths[:, None],
+        "finish": np.full((len(examples), 1), Finish.EOS, np.int32),
+    }
     every = np.ones((len(examples), 1), bool)
     weights = row_weights(lengths, every[:, 0], aggregation="token_mean", max_length=limit)
     return pack(
-        rollout,
+        Rollout(**fields),
         every.astype(np.float32),
         np.asarray(weights)[:, None],
         every,

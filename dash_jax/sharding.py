@@ -40,7 +40,9 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
     return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def spec(mesh: Mesh | jax.sharding.AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
+def spec(
+    mesh: Mesh | jax.sharding.AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> PartitionSpec:
     """The partition of an array whose dimensions bear the logical names `axes`."""
 
     def split(size: int, axis: str | None) -> tuple[str, ...] | None:

@@ -81,7 +81,8 @@ def train(config: Config) -> None:
             tracker.log(step, line | seconds)
             records = _records(asked, said, finishes, grades, rollout, advantages)
             tracker.samples(step, records[: config.train.log_samples])
-            # After the log, so that no step behind a checkpoint lacks its line; its seconds are the next step's.
+            # After the log, so that no step behind a checkpoint lacks its line. Its seconds are the next
+            # step's.
             if (step + 1) % config.train.save_every == 0 or step + 1 == config.train.steps:
                 checkpoints.save(step + 1, state, {"step": step + 1})
             clock.lap("other")

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CONFIG, G, N, P
+from tiny import CONFIG, FAST_COMPILE, G, N, P
 
 from dash_jax import config as configuration
 from dash_jax import learner, learning, losses
@@ -20,7 +20,6 @@ from dash_jax.learner import Objective
 from dash_jax.sharding import row_ways
 from dash_jax.types import Finish, MicroBatches, Rollout
 
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
 LIMIT, TEMPERATURE, BETA = 16, 0.6, 0.3
 OBJECTIVES = {
     "clipped": Objective(loss="clipped", clip_high=0.3, temperature=TEMPERATURE),
@@ -35,7 +34,9 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 # Prompts and completions of 8 or 16 tokens together, so that the slow gradient compiles twice only.
 PROMPT_LENGTHS = np.array([5, 3, 7, 4], np.int32)
 LENGTHS = np.array([[3, 11, 3], [5, 13, 5], [1, 9, 1], [4, 12, 4]], np.int32)
-CUT = np.array([[0, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 1]], bool)  # by the limit, as far as the learner knows
+CUT = np.array(
+    [[0, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 1]], bool
+)  # by the limit, as far as the learner knows
 ADVANTAGES = np.array([[1, -1, 0.5], [0, 0, 0], [-0.7, 1.2, -0.5], [2, 0, -2]], np.float32)
 
 
@@ -49,6 +50,7 @@ def rollout():
     prompts, lengths = tiny.prompts_of(PROMPT_LENGTHS, 0, rest=9)
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, CONFIG.known_ids, (N, G, LIMIT)).astype(np.int32)
+    tokens[:, :, 0] = tokens[0, 0, LENGTHS[0, 0] - 1] = 0  # the padding id is a token like any other
     mask = np.arange(LIMIT) < LENGTHS[..., None]
     logprobs, _ = tiny.slow_logprobs(tiny.params(), prompts, lengths, tokens, TEMPERATURE)
     noisy = (logprobs + rng.normal(0, 0.3, logprobs.shape)).astype(np.float32)
@@ -154,9 +156,7 @@ def token_loss(objective, logprob, old, advantage, reference):
 
 def slow(objective, *, aggregation="token_mean", mask_truncated=False, filter=True, denominator="all"):
     """(gradient, loss): loops over rows and tokens; each token's loss is differentiated numerically."""
-    kept = [
-        not (mask_truncated and row["cut"]) and not (filter and row["advantage"] == 0) for row in rows()
-    ]
+    kept = [not (mask_truncated and row["cut"]) and not (filter and row["advantage"] == 0) for row in rows()]
     counted = [
         keep if denominator == "kept" else not (mask_truncated and row["cut"])
         for keep, row in zip(kept, rows(), strict=True)
@@ -174,13 +174,11 @@ def slow(objective, *, aggregation="token_mean", mask_truncated=False, filter=Tr
         }[aggregation]
         slopes = []
         for logprob, old, ref in zip(row["logprobs"], row["old"], row["reference"], strict=True):
-            of = functools.partial(
-                token_loss, objective, old=old, advantage=row["advantage"], reference=ref
-            )
+            of = functools.partial(token_loss, objective, old=old, advantage=row["advantage"], reference=ref)
             total += weight * of(logprob)
             slopes.append(weight * (of(logprob + step) - of(logprob - step)) / (2 * step))
         gradient = jax.tree.map(
-            lambda leaf, more, slopes=np.array(slopes): leaf + np.tensordot(slopes, more, axes=1),
+            lambda leaf, more, slopes=slopes: leaf + np.tensordot(np.array(slopes), more, axes=1),
             gradient, row["gradients"],
         )  # fmt: skip
     return gradient, total
@@ -232,8 +230,7 @@ def widened(width):
     ("options", "width", "shape"),
     [
         ({"micro_batch": 12}, 13, (1, N, G)),  # one micro-batch, prompts padded to 13
-        ({"micro_batch": 1, "share_prompt": False}, P, (12, 1, 1)),  # one row each
-        ({"micro_batch": 6, "share_prompt": False, "buckets": 2}, P, (2, 6, 1)),  # two widths
+        ({"micro_batch": 1, "share_prompt": False, "buckets": 2}, P, (12, 1, 1)),  # one row each, two widths
     ],
 )
 @pytest.mark.parametrize("name", ["k3"])
@@ -329,7 +326,8 @@ def test_expected_kl_gradients_case_36():
         return learner.loss(params, table(0.5, 0.5), batch, config=tiny.MARKOV, objective=objective)[0]
 
     gradients = jax.jit(
-        lambda params: [jax.grad(loss)(params, name) for name in ("k1", "k2", "k3")], compiler_options=FAST_COMPILE
+        lambda params: [jax.grad(loss)(params, name) for name in ("k1", "k2", "k3")],
+        compiler_options=FAST_COMPILE,
     )(table(0.7, 0.3))
     # Token 5's row of the head; logit = sqrt(8) × head.
     of_logit = [float(gradient["head"][5, 0]) / math.sqrt(8) for gradient in gradients]
@@ -369,7 +367,8 @@ def optimizer_of(**options):
 def updater(shape):
     """(state maker, update, batches) on a mesh: two or three micro-batches of four or eight rows."""
     mesh, optimizer = tiny.mesh_of(*shape), optimizer_of()
-    update = learner.make_update(CONFIG, OBJECTIVES["k3"], optimizer, mesh)
+    with tiny.fast_jit():
+        update = learner.make_update(CONFIG, OBJECTIVES["k3"], optimizer, mesh)
     where = learner.state_shardings(mesh, CONFIG, optimizer, keep_reference=True)
 
     def state():
@@ -417,14 +416,13 @@ def test_devices_change_nothing(shape):
     state, update, batches = updater(shape)
     got, metrics = update(state(), batches)
     expected, expected_metrics = single_device_step()
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6, rtol=1e-5), host(got), expected
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6, rtol=1e-5), host(got), expected)
     for name in metrics:
         assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5, abs=1e-6), name
     # The new state lies where the old one did.
     where = learner.state_shardings(tiny.mesh_of(*shape), CONFIG, optimizer_of(), keep_reference=True)
-    jax.tree.map(lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim) or pytest.fail(), got, where)
+    stayed = jax.tree.map(lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim), got, where)
+    assert all(jax.tree.leaves(stayed))
     if shape[1] > 1:
         assert not got.params["embedding"].sharding.is_fully_replicated
 
@@ -528,8 +526,12 @@ def test_the_gradient_is_clipped_as_a_whole():
     optimizer = optimizer_of(epsilon=1e3, weight_decay=0.0, clip_norm=1.0)  # Adam as good as linear
     params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
     with jax.numpy_dtype_promotion("standard"):
-        long, _ = optimizer.update({"a": jnp.float32(30), "b": jnp.float32(40)}, optimizer.init(params), params)
-        short, _ = optimizer.update({"a": jnp.float32(0.3), "b": jnp.float32(0.4)}, optimizer.init(params), params)
+        long, _ = optimizer.update(
+            {"a": jnp.float32(30), "b": jnp.float32(40)}, optimizer.init(params), params
+        )
+        short, _ = optimizer.update(
+            {"a": jnp.float32(0.3), "b": jnp.float32(0.4)}, optimizer.init(params), params
+        )
     assert float(long["a"]) == pytest.approx(-0.01 * 0.6 / 1e3, rel=1e-2)
     assert float(short["a"]) == pytest.approx(-0.01 * 0.3 / 1e3, rel=1e-2)
 
@@ -544,5 +546,7 @@ def test_float32_masters_take_tiny_steps_case_45():
             change, state = optimizer.update({"w": jnp.ones(())}, state, params)
         return optax.apply_updates(params, change), state
 
-    params, _ = jax.jit(lambda carry: jax.lax.fori_loop(0, 100, step, carry))((params, optimizer.init(params)))
+    params, _ = jax.jit(lambda carry: jax.lax.fori_loop(0, 100, step, carry))(
+        (params, optimizer.init(params))
+    )
     assert 1 - float(params["w"]) == pytest.approx(1e-4, rel=0.05)  # in bfloat16 it would stay at 1

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiny import CONFIG, C, G, N
+from tiny import CONFIG, FAST_COMPILE, C, N
 
 from dash_jax.logprobs import completion_logprobs
-
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
@@ -41,7 +39,9 @@ def test_they_are_the_samplers_own_and_those_of_whole_sequences(temperature):
     mask = np.arange(C) < samples.lengths[..., None]
     assert np.abs(np.asarray(logprobs) - samples.logprobs)[mask].max() < 1e-5
     chosen, slow_entropy = tiny.slow_logprobs(tiny.params(), prompts, lengths, samples.tokens, temperature)
-    np.testing.assert_allclose(np.asarray(logprobs), chosen, atol=1e-5)  # beyond the lengths too: they are finite
+    np.testing.assert_allclose(
+        np.asarray(logprobs), chosen, atol=1e-5
+    )  # beyond the lengths too: they are finite
     np.testing.assert_allclose(np.asarray(entropy), slow_entropy, atol=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_three_tokens_scored_by_hand_case_33():
 
 def test_chunks_change_neither_values_nor_gradients():
     prompts, lengths, samples = rollout_of(1.0)
-    # The 6 positions of one row: by 1; by 4, of which the last two are padding; at once.
+    # The 6 positions of one row: at once; by 4, of which the last two are padding; by 1 (values only).
     prompts, lengths, tokens = map(jnp.asarray, (prompts[:1], lengths[:1], samples.tokens[:1, :1]))
     coefficients = jnp.asarray(np.random.default_rng(0).normal(size=tokens.shape), jnp.float32)
 
@@ -93,10 +93,13 @@ def test_chunks_change_neither_values_nor_gradients():
 
         return jax.jit(jax.grad(value, has_aux=True), compiler_options=FAST_COMPILE)(tiny.params())
 
-    one, four, all_at_once = map(results, (1, 4, 512))
-    for other in (four, all_at_once):
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5), one, other)
-    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(one))
+    def assert_close(got, expected):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5), got, expected)
+
+    whole, four = results(512), results(4)
+    assert_close(four, whole)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(whole))
+    assert_close(scorer(0.6, 1)(tiny.params(), prompts, lengths, tokens), whole[1])
 
 
 def test_ids_that_the_tokenizer_lacks_have_no_probability():

@@ -1,4 +1,4 @@
-"""The sampler against exact probabilities, a plain-Python oracle without cache, and itself cut up otherwise."""
+"""The sampler against exact probabilities, a plain-Python oracle without cache, and itself cut up."""
 
 import functools
 import math
@@ -18,6 +18,7 @@ from dash_jax.policy import Policy
 from dash_jax.sampling import Rule
 from dash_jax.types import Finish, Problem
 
+TRAINING = Rule()
 JITTED_DRAW = jax.jit(sampling.draw)
 JITTED_NEXT = jax.jit(sampling._next_token, static_argnames="rule")
 LAST_UNIFORM = 1 - 2.0**-24  # the largest that the sampler makes; the smallest is 2^-24
@@ -33,7 +34,7 @@ def draw(logits, uniforms):
     return jax.tree.map(np.asarray, JITTED_DRAW(rows, f32(uniforms)))
 
 
-def next_token(logits, keys, *, position=0, temperature=1.0, rule=Rule()):
+def next_token(logits, keys, *, position=0, temperature=1.0, rule=TRAINING):
     token, logprob = JITTED_NEXT(
         logits, keys=keys, position=jnp.int32(position), temperature=f32(temperature), rule=rule
     )
@@ -110,7 +111,7 @@ def test_rounding_of_a_long_cumulative_sum_draws_nothing_without_probability():
 
 def test_uniforms_are_never_0_nor_1():
     uniforms = np.asarray(jax.vmap(sampling._uniforms)(jax.random.split(jax.random.key(0), 20_000)))
-    assert uniforms.min() > 0
+    assert (uniforms * 2.0**24 % 2 == 1).all()  # odd, so neither 0 nor 2^24
     assert uniforms.max() < 1
     assert abs(uniforms.mean() - 0.5) < 0.01
     assert np.float32(1 - 2.0**-23) + np.float32(2.0**-24) < 1  # the largest of random.uniform
@@ -177,7 +178,9 @@ def test_keys_differ_between_steps_problems_and_samples_and_follow_from_them():
 
     everything = np.concatenate([data(step, [0, 1, 7, 100], 3) for step in range(3)])
     assert len(np.unique(everything, axis=0)) == 36
-    np.testing.assert_array_equal(data(1, [7, 0], 2), data(1, [0, 7], 3).reshape(2, 3, 2)[::-1, :2].reshape(-1, 2))
+    np.testing.assert_array_equal(
+        data(1, [7, 0], 2), data(1, [0, 7], 3).reshape(2, 3, 2)[::-1, :2].reshape(-1, 2)
+    )
     roots = [rollout.step_key(seed, name, 0) for seed in (0, 1) for name in ("train", "eval")]
     assert len({tuple(np.asarray(jax.random.key_data(key)).tolist()) for key in roots}) == 4
 
@@ -274,7 +277,9 @@ def test_end_of_sequence_cuts_what_would_have_been_sampled_cases_23_24(seed, eos
         length = ends[0] + 1 if len(ends) else C  # the end of sequence is kept, scored and counted
         assert ended.lengths[n, g] == length
         assert ended.finish[n, g] == (Finish.EOS if len(ends) else Finish.LENGTH)
-        np.testing.assert_array_equal(ended.tokens[n, g], np.where(np.arange(C) < length, free.tokens[n, g], 0))
+        np.testing.assert_array_equal(
+            ended.tokens[n, g], np.where(np.arange(C) < length, free.tokens[n, g], 0)
+        )
         np.testing.assert_array_equal(
             ended.logprobs[n, g], np.where(np.arange(C) < length, free.logprobs[n, g], 0)
         )

@@ -4,6 +4,7 @@ Tests of the core share its shapes, so that each function is compiled once for a
 """
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ CONFIG = ModelConfig(
 N, P, G, C = 4, 8, 3, 6  # prompts, their padded width, samples of each, their limit
 MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2)]
 NO_EOS = -1
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+TRAINING = sampling.Rule()
 
 
 def weights(config, seed):
@@ -33,6 +36,11 @@ def weights(config, seed):
         return jnp.asarray(scale * noise + ("norm" in name), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, model.weight_axes(config)[0])
+
+
+def fast_jit():
+    """A context in which `jax.jit` compiles in half the time, with fewer optimisations."""
+    return mock.patch.object(jax, "jit", functools.partial(jax.jit, compiler_options=FAST_COMPILE))
 
 
 @functools.cache
@@ -57,7 +65,7 @@ def prompts_of(lengths, seed, width=P, rest=0):
 _keys = jax.jit(sampling.sample_keys, static_argnums=2)
 
 
-def sample(prompts, lengths, *, seed=0, eos_ids=(NO_EOS,) * 3, temperature=1.0, rule=sampling.Rule(), past=None):
+def sample(prompts, lengths, *, seed=0, eos_ids=(NO_EOS,) * 3, temperature=1.0, rule=TRAINING, past=None):
     """`sampling.sample` of the tiny model in the shapes above; (samples as NumPy, buffers)."""
     keys = _keys(jax.random.key(seed), np.arange(N), G)
     past = sampling.empty_past(CONFIG, N, G, C) if past is None else past
@@ -108,7 +116,7 @@ def slow_logprobs(params, prompts, prompt_lengths, tokens, temperature):
 
 MARKOV = ModelConfig(
     vocab_size=8, known_ids=8, hidden_size=8, layers=2, heads=1, kv_heads=1, head_size=8, mlp_size=8,
-    tied=False, norm_epsilon=0.0,
+    tied=False, norm_epsilon=0.0, remat="none",
 )  # fmt: skip
 
 
@@ -119,5 +127,9 @@ def markov(table):
     """
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), model.weight_axes(MARKOV)[0])
     head = (np.asarray(table) / np.sqrt(8)).astype(np.float32)
-    weights = zeros | {"embedding": np.eye(8, dtype=np.float32), "final_norm": np.ones(8, np.float32), "head": head}
+    weights = zeros | {
+        "embedding": np.eye(8, dtype=np.float32),
+        "final_norm": np.ones(8, np.float32),
+        "head": head,
+    }
     return jax.tree.map(jnp.asarray, weights)
