@@ -38,7 +38,9 @@ PROMPT_TOKENS = 48
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=SHAPES, default="S")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
@@ -71,7 +73,9 @@ def run(options: argparse.Namespace) -> list[dict[str, float]]:
     state, learning = random_state(policy, settings)
     generator = np.random.default_rng(0)
     steps = []
-    for step in track(range(options.repeats + 1), description=f"model {options.model}", console=Console(stderr=True)):
+    for step in track(
+        range(options.repeats + 1), description=f"model {options.model}", console=Console(stderr=True)
+    ):
         ids = generator.integers(3, policy.model.vocab_size, (options.prompts, PROMPT_TOKENS))
         problems = [Problem(i, "random", "", "", prompt_ids=tuple(row)) for i, row in enumerate(ids.tolist())]
         clock = Clock()
@@ -91,7 +95,10 @@ def run(options: argparse.Namespace) -> list[dict[str, float]]:
 def random_policy(name: str) -> Policy:
     shape = SHAPES[name]
     described = model.ModelConfig(
-        **shape, known_ids=shape["vocab_size"], head_size=shape["hidden_size"] // shape["heads"], qkv_bias=True
+        **shape,
+        known_ids=shape["vocab_size"],
+        head_size=shape["hidden_size"] // shape["heads"],
+        qkv_bias=True,
     )
     # No tokenizer: nothing is decoded. No id stops: every completion has the full length.
     return Policy(make_mesh(), None, described, stop_ids=(-1,))  # type: ignore[arg-type]
@@ -132,8 +139,12 @@ def show(result: dict[str, Any]) -> None:
     for column in ("", "median", "fastest"):
         table.add_column(column, justify="left" if not column else "right")
     for phase in ("step", "sampling", "learning"):
-        table.add_row(f"{phase}, s", f"{result[f'{phase}_seconds']:.2f}", f"{result[f'fastest_{phase}_seconds']:.2f}")
-    fastest = result["sampling_tokens_per_s"] * result["sampling_seconds"] / result["fastest_sampling_seconds"]
+        table.add_row(
+            f"{phase}, s", f"{result[f'{phase}_seconds']:.2f}", f"{result[f'fastest_{phase}_seconds']:.2f}"
+        )
+    fastest = (
+        result["sampling_tokens_per_s"] * result["sampling_seconds"] / result["fastest_sampling_seconds"]
+    )
     table.add_row("sampling, tokens/s", f"{result['sampling_tokens_per_s']:,.0f}", f"{fastest:,.0f}")
     table.add_row("first step with compilation, s", f"{result['first_step_seconds']:.1f}", "")
     table.add_row("peak memory, MB", f"{result['peak_rss_mb']:,.0f}", "")

@@ -67,7 +67,8 @@ class Arithmetic:
     train_size: int = _key(4096, "training problems", gt=0)
     test_size: int = _key(256, "held-out problems; they share none with the training problems", gt=0)
     few_shot: bool = _key(
-        False, "ask for the bare answer behind four worked examples (pre-trained models) instead of worked steps"
+        False,
+        "ask for the bare answer behind four worked examples (pre-trained models) instead of worked steps",
     )
 
 
@@ -134,7 +135,9 @@ class Algorithm:
         "token_mean", "mean over all tokens, mean of the means of sequences, or sum / (rows × max_new_tokens)"
     )
     mask_truncated: bool = _key(False, "take completions cut by the limit out of loss and denominator")
-    kl_coefficient: float = _key(0.0, "weight of the KL penalty against the starting policy; 0 turns it off", ge=0)
+    kl_coefficient: float = _key(
+        0.0, "weight of the KL penalty against the starting policy; 0 turns it off", ge=0
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = _key("k3", "k2 has the unbiased gradient, k3 is the papers'")
 
 
@@ -145,7 +148,9 @@ class Learner:
     )
     micro_batch: int = _key(32, "completions a backward pass", gt=0)
     share_prompt: bool = _key(True, "compute a prompt once for its kept completions, not once for each")
-    length_buckets: int = _key(3, "completion lengths that micro-batches are padded to: limit, /2, /4 ...", gt=0)
+    length_buckets: int = _key(
+        3, "completion lengths that micro-batches are padded to: limit, /2, /4 ...", gt=0
+    )
     logprob_chunk: int = _key(512, "positions whose logits exist at a time", gt=0)
 
 
@@ -154,7 +159,9 @@ class Optimizer:
     """AdamW on float32 masters."""
 
     learning_rate: float = _key(1e-5, "peak", gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = _key("constant", "decay to 0 at the last step, or none")
+    schedule: Literal["constant", "linear", "cosine"] = _key(
+        "constant", "decay to 0 at the last step, or none"
+    )
     warmup_steps: int = _key(0, "optimizer steps from 0 to the peak", ge=0)
     beta1: float = _key(0.9, "", ge=0, lt=1)
     beta2: float = _key(0.999, "", ge=0, lt=1)
@@ -246,7 +253,9 @@ def load(path: str | pathlib.Path | None, overrides: list[str] | tuple[str, ...]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot be read ({error}); give a UTF-8 YAML file") from None
         if not isinstance(tree, dict):
-            raise UserError(f"{path}: holds a {type(tree).__name__}; a config is `section:` lines with keys below")
+            raise UserError(
+                f"{path}: holds a {type(tree).__name__}; a config is `section:` lines with keys below"
+            )
     for override in overrides:
         _apply_override(tree, override)
     return from_dict(tree, where)
@@ -286,13 +295,13 @@ def _check(config: Config, where: str) -> None:
         )
     if config.sampling_batch % config.optimizer_batch:
         refuse(
-            f"learner.optimizer_batch={config.optimizer_batch} does not divide the rollout of rollout.prompts × "
-            f"rollout.group_size = {config.sampling_batch} completions; set one of its divisors"
+            f"learner.optimizer_batch={config.optimizer_batch} does not divide the rollout of "
+            f"rollout.prompts × rollout.group_size = {config.sampling_batch} completions; set one of its divisors"
         )
     if config.updates_per_step > 1 and algorithm.loss == "policy_gradient":
         refuse(
-            f"algorithm.loss=policy_gradient with {config.updates_per_step} optimizer steps a rollout: all but the "
-            "first are off-policy; set algorithm.loss=clipped or remove learner.optimizer_batch"
+            f"algorithm.loss=policy_gradient with {config.updates_per_step} optimizer steps a rollout: "
+            "all but the first are off-policy; set algorithm.loss=clipped or remove learner.optimizer_batch"
         )
     if learner.share_prompt and learner.micro_batch % rollout.group_size:
         refuse(
@@ -311,7 +320,9 @@ def _check(config: Config, where: str) -> None:
         if not levels or any(not 1 <= level <= 5 for level in levels) or len(set(levels)) < len(levels):
             refuse(f"task.arithmetic.levels={levels}: give one or more of 1 to 5, each once")
     if task.kind == "math" and "{question}" not in task.math.template:
-        refuse(f"task.math.template={task.math.template!r} has no {{question}}: put it where the question goes")
+        refuse(
+            f"task.math.template={task.math.template!r} has no {{question}}: put it where the question goes"
+        )
     if config.model.path is None:
         check_positions(config, config.model.max_positions, "model.max_positions", where)
         if config.model.heads % config.model.kv_heads:
@@ -340,7 +351,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 with two mends: `1e-5` is a number, and a key that stands twice is refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=node.start_mark)
@@ -356,7 +367,7 @@ _Loader.add_implicit_resolver(
 
 def _parse_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{where}:{line} {error.problem}; mend the YAML") from None
@@ -365,7 +376,9 @@ def _parse_yaml(text: str, where: str) -> Any:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"override {override!r}: write section.key=value, rollout.temperature=0.9 for instance")
+        raise UserError(
+            f"override {override!r}: write section.key=value, rollout.temperature=0.9 for instance"
+        )
     *sections, name = key.split(".")
     for section in sections:
         if tree.get(section) is None:
@@ -386,7 +399,11 @@ def _explain(errors: list[Any]) -> str:
         names = _keys_at(path[:-1])
         close = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.5)
         where = ".".join(path[:-1]) or "the top level"
-        mend = f"did you mean {'.'.join([*path[:-1], close[0]])}?" if close else f"{where} has {', '.join(names)}"
+        mend = (
+            f"did you mean {'.'.join([*path[:-1], close[0]])}?"
+            if close
+            else f"{where} has {', '.join(names)}"
+        )
         return f"{key}: unknown key; {mend}{more}"
     value = error.get("input")
     shown = "a section" if isinstance(value, dict) else repr(value)

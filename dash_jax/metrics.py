@@ -1,31 +1,11 @@
-"""Numbers for the log and the evaluation table. Host side: Python floats and NumPy.
-
-Nothing is averaged early: what a step measures stays a pair (sum, count) until `means`.
-"""
+"""Numbers for the log and the evaluation table. Host side: Python floats and NumPy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsFloat
+from collections.abc import Sequence
 
 import numpy as np
-
-
-def means(parts: Iterable[Mapping[str, tuple[SupportsFloat, SupportsFloat]]]) -> dict[str, float]:
-    """Adds up the (sum, count) pairs of all parts by name, then divides once.
-
-    A name whose counts add up to nothing is left out: it has no mean, not even 0.
-
-    Example: `means([{"kl": (6.0, 2)}, {"kl": (0.0, 1)}]) == {"kl": 2.0}`
-    """
-    sums: dict[str, float] = {}
-    counts: dict[str, float] = {}
-    for part in parts:
-        for name, (total, count) in part.items():
-            sums[name] = sums.get(name, 0.0) + float(total)
-            counts[name] = counts.get(name, 0.0) + float(count)
-    return {name: sums[name] / counts[name] for name in sums if counts[name]}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -120,7 +120,7 @@ Key = jax.Array
 
 
 class UserError(Exception):
-    """Bad configuration or input: one line that names the field or file, the value and the mend. Exit code 2."""
+    """Bad configuration or input: one line with the field or file, the value and the mend. Exit code 2."""
 
 
 class RunError(Exception):

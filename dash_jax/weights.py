@@ -36,10 +36,6 @@ from dash_jax.types import UserError
 _LOG = logging.getLogger(__name__)
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _RECOMPUTED = ".rotary_emb.inv_freq"  # in old Llama folders
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 def model_config(
@@ -109,7 +105,7 @@ def save(
     """Writes a Hugging Face folder; it appears complete or not at all.
 
     `source` is the folder that the model was loaded from, None for a built-in model. Its config,
-    generation config, tokenizer and, unless `dtype` is given, precision are carried over.
+    generation config and, unless `dtype` is given, precision are carried over. `tokenizer` adds its files.
     With several processes all of them call this, and the first one writes.
     """
     folder = pathlib.Path(folder)
@@ -126,7 +122,7 @@ def save(
         partial.mkdir(parents=True)
         _save_tensors(partial, params, config, tree["dtype"])
         _dump(partial / "config.json", tree)
-        _save_companions(partial, source, tree)
+        _save_generation_config(partial, source, tree)
         if tokenizer is not None:
             tokenizer.save(partial)
         partial.rename(folder)
@@ -341,14 +337,14 @@ def _output_config(
     return tree
 
 
-def _save_companions(folder: pathlib.Path, source: str | pathlib.Path | None, tree: dict[str, Any]) -> None:
-    """Generation config and tokenizer."""
-    for name in ("generation_config.json", *_TOKENIZER_FILES):
-        if source is not None and (pathlib.Path(source) / name).exists():
-            shutil.copyfile(pathlib.Path(source) / name, folder / name)
-    if not (folder / "generation_config.json").exists():
-        ids = {key: tree.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _dump(folder / "generation_config.json", ids)
+def _save_generation_config(
+    folder: pathlib.Path, source: str | pathlib.Path | None, tree: dict[str, Any]
+) -> None:
+    name = "generation_config.json"
+    if source is not None and (pathlib.Path(source) / name).exists():
+        shutil.copyfile(pathlib.Path(source) / name, folder / name)
+    else:
+        _dump(folder / name, {key: tree.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")})
 
 
 def _dump(path: pathlib.Path, tree: dict[str, Any]) -> None:

@@ -3,10 +3,13 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Level 0: the programs are tiny and many, and most of the time of the tests is compilation.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 
-import jax  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import jax
+from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -65,7 +65,10 @@ def test_sft_train_eval_export_report(tiny, tmp_path, capsys):
     assert lines[0]["logprob_gap"] < 1e-4
     assert "kl" not in lines[0]
 
-    assert main(["report", str(run), "--before", str(run / "before.json"), "--after", str(run / "after.json")]) == 0
+    assert (
+        main(["report", str(run), "--before", str(run / "before.json"), "--after", str(run / "after.json")])
+        == 0
+    )
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert {"accuracy_before", "accuracy_after", "train_seconds", "seed"} <= json.loads(
         (run / "summary.json").read_text()
@@ -155,6 +158,10 @@ def test_gsm8k_and_math_500_are_read(tiny, tmp_path, capsys):
 
 def _ascii_only(source, target):
     """The character tokenizer knows ASCII only; the first rows without anything else."""
-    lines = [line for line in source.read_text().splitlines() if json.dumps(json.loads(line), ensure_ascii=False).isascii()]
+    lines = [
+        line
+        for line in source.read_text().splitlines()
+        if json.dumps(json.loads(line), ensure_ascii=False).isascii()
+    ]
     target.write_text("\n".join(lines[:20]) + "\n")
     return target

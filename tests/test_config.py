@@ -70,7 +70,10 @@ def test_the_tree_is_frozen():
         ("learner.optimizer_batch=96", "does not divide the rollout"),
         ("learner.optimizer_batch=128", "algorithm.loss=policy_gradient with 2 optimizer steps a rollout"),
         ("learner.micro_batch=4", "set a multiple of rollout.group_size=8, or share_prompt=false"),
-        ("rollout.max_prompt_tokens=1000", "is above the model's 1024 positions (model.max_positions); lower"),
+        (
+            "rollout.max_prompt_tokens=1000",
+            "is above the model's 1024 positions (model.max_positions); lower",
+        ),
         ("eval.pass_at=[0]", "eval.pass_at holds 0"),
         ("task.arithmetic.levels=[6]", "task.arithmetic.levels=[6]"),
         ("model.kv_heads=3", "model.kv_heads=3 does not divide model.heads=4"),
@@ -119,7 +122,9 @@ def test_every_key_is_read_by_something():
     code = "".join(p.read_text() for p in (_ROOT / "dash_jax").rglob("*.py") if p.name != "config.py")
     properties = {"learner.optimizer_batch": ".optimizer_batch"}
     unread = [
-        key for key in _keys(Config()) if not re.search(rf"\.{properties.get(key, key).split('.')[-1]}\b", code)
+        key
+        for key in _keys(Config())
+        if not re.search(rf"\.{properties.get(key, key).split('.')[-1]}\b", code)
     ]
     assert not unread
 

@@ -25,7 +25,17 @@ _ROWS = (
     {"cli"},
     {"__main__"},
 )
-_PURE = ("sharding", "model", "sampling", "logprobs", "advantages", "losses", "batching", "metrics", "learner")
+_PURE = (
+    "sharding",
+    "model",
+    "sampling",
+    "logprobs",
+    "advantages",
+    "losses",
+    "batching",
+    "metrics",
+    "learner",
+)
 _ALLOWED_IN_PURE = {"jax", "flax", "optax", "jaxtyping", "numpy", "dash_jax"}
 
 
@@ -41,7 +51,7 @@ def _imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name.split(".")[0], (alias.name.split(".") + [None])[1]
+                yield alias.name.split(".")[0], [*alias.name.split("."), None][1]
         elif isinstance(node, ast.ImportFrom):
             package, *rest = (node.module or "").split(".")
             if package == "dash_jax" and not rest:

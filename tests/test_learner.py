@@ -348,7 +348,8 @@ def test_float32_sums_of_bfloat16_gradients():
     one, two = only(0), only(1)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(both))
     assert distance(jax.tree.map(lambda x, y: np.float64(x) + np.float64(y), one, two), both) < 1e-6
-    assert 1e-4 < distance(both, gradient_and_sums("clipped")[0]) < 0.1  # it is bfloat16 in between
+    # In between it is bfloat16, and some tokens cross the clip.
+    assert 1e-3 < distance(both, gradient_and_sums("clipped")[0]) < 0.3
     assert min(optax.tree.norm(one), optax.tree.norm(two)) > 0.01
 
 

@@ -1,9 +1,8 @@
-"""pass@k against enumeration, the bootstrap against the normal approximation, and means of sums."""
+"""pass@k against enumeration and the bootstrap against the normal approximation."""
 
 import itertools
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -58,14 +57,3 @@ def test_confidence_interval_grows_with_its_level_and_follows_its_seed():
     assert metrics.confidence_interval(values, seed=0, level=0.99) == wide
     with pytest.raises(ValueError, match="no values"):
         metrics.confidence_interval([], seed=0)
-
-
-def test_means_divide_once():
-    # The mean of the means would be 1.25; the case-11 mistake, made with metrics.
-    parts = [{"loss": (jnp.float32(200.0), jnp.int32(100)), "only": (1.0, 2)}, {"loss": (450.0, 900)}]
-    assert metrics.means(parts) == {"loss": 0.65, "only": 0.5}
-
-
-def test_means_leave_out_what_was_never_counted():
-    assert metrics.means([{"clipped": (0.0, 0), "kl": (0.0, 3)}]) == {"kl": 0.0}
-    assert metrics.means([]) == {}

@@ -47,14 +47,19 @@ sys.exit(main(sys.argv[5:]))
 
 def _environment(folder):
     """One device; compiled programs are shared by the processes, which are many and short."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **cache}
 
 
 def _train(folder, run, *killer):
     command = [sys.executable, "-c", _KILLER, *killer] if killer else [sys.executable, "-m", "dash_jax"]
     command += ["train", str(folder / "config.yaml"), f"run={folder / run}"]
-    done = subprocess.run(command, env=_environment(folder), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=_environment(folder), capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == (-9 if killer else 0), done.stderr
     return done.stdout + done.stderr
 
@@ -113,7 +118,9 @@ def test_a_finished_run_does_nothing_more(straight):
 def test_another_config_is_refused(straight):
     command = [sys.executable, "-m", "dash_jax", "train", str(straight / "config.yaml")]
     command += [f"run={straight / 'straight'}", "optimizer.learning_rate=1e-3"]
-    done = subprocess.run(command, env=_environment(straight), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=_environment(straight), capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 2
     assert "the run began with optimizer.learning_rate=0.01, now it is" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

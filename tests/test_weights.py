@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from dash_jax import hf_config, hf_tensors, model, weights
 from dash_jax.model import Context, KeyValues, ModelConfig
 from dash_jax.sharding import AXES, make_mesh
+from dash_jax.tokenization import CharacterTokenizer, HuggingFaceTokenizer
 from dash_jax.types import UserError
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -618,23 +619,27 @@ def test_a_dtype_can_be_asked_for(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "out")[0], rounded)
 
 
-def test_the_tokenizer_comes_along(tmp_path):
+def test_generation_config_and_tokenizer_come_along(tmp_path):
     folder = edited(tmp_path, "llama", torch_dtype="float32")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_text(name)
     (folder / "notes.txt").write_text("mine")
     params, config = load(folder)
     (tmp_path / "out").mkdir()  # an empty folder may be there
-    weights.save(tmp_path / "out", params, config, source=folder, dtype="bfloat16")
-    copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == copied | {
+    tokenizer = CharacterTokenizer()
+    weights.save(tmp_path / "out", params, config, source=folder, tokenizer=tokenizer, dtype="bfloat16")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "config.json",
+        "generation_config.json",
         "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
     }
-    for name in copied:
-        assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
+    name = "generation_config.json"
+    assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+    copy = HuggingFaceTokenizer(tmp_path / "out")
+    assert copy.encode("12+9=") == tokenizer.encode("12+9=")
+    assert copy.decode(tokenizer.encode_completion("a\nb ~")) == "a\nb ~"
+    assert (copy.eos_ids[0], copy.pad_id) == (tokenizer.eos_ids[0], tokenizer.pad_id)
 
 
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
