@@ -49,8 +49,8 @@ _SEAL = "files.json"
 _MAY_DIFFER = ("run", "mesh.", "eval.", "rollout.memory_gb", "train.save_every", "train.keep_checkpoints")
 _MAY_DIFFER_OF_VERB = {
     "train": ("sft.", "train.eval_every", "train.log_samples"),
-    "sft": ("train.", "algorithm.", "learner.optimizer_batch", "optimizer.learning_rate", "rollout.prompts",
-            "rollout.group_size", "rollout.temperature"),
+    "sft": ("train.", "algorithm.", "learner.optimizer_batch", "optimizer.learning_rate", "optimizer.schedule",
+            "rollout.prompts", "rollout.group_size", "rollout.temperature"),
 }  # fmt: skip
 
 
@@ -194,7 +194,8 @@ def write_config(directory: str | pathlib.Path, config: Config) -> None:
 
 def _first_difference(before: dict[str, Any], now: dict[str, Any], verb: str) -> str | None:
     free = [*_MAY_DIFFER, *_MAY_DIFFER_OF_VERB[verb]]
-    if before["optimizer.schedule"] == "constant":
+    schedule = {"train": "optimizer.schedule", "sft": "sft.schedule"}[verb]
+    if before[schedule] == "constant":
         free.append(f"{verb}.steps")
     for key, value in now.items():
         allowed = any(key == name or (name.endswith(".") and key.startswith(name)) for name in free)

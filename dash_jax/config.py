@@ -24,6 +24,8 @@ from pydantic.dataclasses import dataclass
 
 from dash_jax.types import UserError
 
+Schedule = Literal["constant", "linear", "cosine"]
+
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -194,7 +196,8 @@ class Sft:
 
     steps: int = _key(100, "optimizer steps", gt=0)
     batch: int = _key(64, "examples an optimizer step", gt=0)
-    learning_rate: float = _key(1e-3, "peak; the rest is taken from `optimizer`", gt=0)
+    learning_rate: float = _key(1e-3, "peak; what is not named here is taken from `optimizer`", gt=0)
+    schedule: Schedule = _key("constant", "as optimizer.schedule")
     examples: int | None = _key(None, "use only the first so many training problems", gt=0)
 
 
@@ -296,7 +299,7 @@ def _check(config: Config, where: str) -> None:
     if config.sampling_batch % config.optimizer_batch:
         refuse(
             f"learner.optimizer_batch={config.optimizer_batch} does not divide the rollout of "
-            f"rollout.prompts × rollout.group_size = {config.sampling_batch} completions; set one of its divisors"
+            f"rollout.prompts × rollout.group_size = {config.sampling_batch} completions; set a divisor of it"
         )
     if config.updates_per_step > 1 and algorithm.loss == "policy_gradient":
         refuse(

@@ -16,18 +16,19 @@ from dash_jax import learner, model
 from dash_jax.advantages import carries_signal, group_advantages
 from dash_jax.batching import bucket_widths, pack, padding_report
 from dash_jax.checkpoint import Checkpoints
-from dash_jax.config import Config
+from dash_jax.config import Config, Optimizer, Schedule
 from dash_jax.losses import row_weights
 from dash_jax.policy import Policy, starting_weights
 from dash_jax.sharding import row_ways
 from dash_jax.types import Finish, MicroBatches, Rollout, TrainState
 
 
-def make_optimizer(config: Config, learning_rate: float, total_steps: int) -> optax.GradientTransformation:
-    settings = config.optimizer
+def make_optimizer(
+    settings: Optimizer, learning_rate: float, schedule: Schedule, total_steps: int
+) -> optax.GradientTransformation:
     return learner.make_optimizer(
         learning_rate,
-        schedule=settings.schedule,
+        schedule=schedule,
         warmup_steps=settings.warmup_steps,
         total_steps=total_steps,
         beta1=settings.beta1,
@@ -68,7 +69,8 @@ class Learning:
         self._config, self._policy = config, policy
         algorithm = config.algorithm
         total_steps = config.train.steps * config.updates_per_step
-        self.optimizer = make_optimizer(config, config.optimizer.learning_rate, total_steps)
+        optimizer = config.optimizer
+        self.optimizer = make_optimizer(optimizer, optimizer.learning_rate, optimizer.schedule, total_steps)
         objective = learner.Objective(
             loss=algorithm.loss,
             clip_low=algorithm.clip_low,

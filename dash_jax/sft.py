@@ -45,7 +45,9 @@ def sft(config: Config) -> pathlib.Path:
     run = pathlib.Path(config.run) / "sft"
     check_same_run(run, config, "sft")
 
-    optimizer = make_optimizer(config, config.sft.learning_rate, config.sft.steps)
+    optimizer = make_optimizer(
+        config.optimizer, config.sft.learning_rate, config.sft.schedule, config.sft.steps
+    )
     checkpoints = Checkpoints(run / "checkpoints", keep=config.train.keep_checkpoints)
     state, first = start(config, policy, optimizer, checkpoints, keep_reference=False)
     write_config(run, config)
