@@ -49,8 +49,8 @@ _SEAL = "files.json"
 _MAY_DIFFER = ("run", "mesh.", "eval.", "rollout.memory_gb", "train.save_every", "train.keep_checkpoints")
 _MAY_DIFFER_OF_VERB = {
     "train": ("sft.", "train.eval_every", "train.log_samples"),
-    "sft": ("train.", "algorithm.", "learner.optimizer_batch", "optimizer.learning_rate", "optimizer.schedule",
-            "rollout.prompts", "rollout.group_size", "rollout.temperature"),
+    "sft": ("train.", "algorithm.", "learner.optimizer_batch", "optimizer.learning_rate",
+            "optimizer.schedule", "rollout.prompts", "rollout.group_size", "rollout.temperature"),
 }  # fmt: skip
 
 
