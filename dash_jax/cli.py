@@ -88,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub = with_config("export", _export, "write the newest checkpoint as a Hugging Face folder")
     sub.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    sub.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="of the weights (default: as model.path has them)",
+    )
     with_config("config", _config, "print the resolved config with the meaning of every key")
     sub = verb(
         "report", _report, "draw a run's learning curve; with two evaluations, print and write their summary"
@@ -150,7 +155,14 @@ def _export(options: argparse.Namespace) -> None:
 
     policy = describe(config)
     params, origin = _weights(config, policy, start=False)
-    weights.save(options.out, params, policy.model, source=config.model.path, tokenizer=policy.tokenizer)
+    weights.save(
+        options.out,
+        params,
+        policy.model,
+        source=config.model.path,
+        tokenizer=policy.tokenizer,
+        dtype=options.dtype,
+    )
     print(f"done: {options.out} holds {origin}")
 
 

@@ -41,7 +41,8 @@ ADVANTAGES = np.array([[1, -1, 0.5], [0, 0, 0], [-0.7, 1.2, -0.5], [2, 0, -2]], 
 
 
 def reference():
-    return tiny.weights(CONFIG, 1)
+    """Another policy, near enough that the KL penalty does not drown the rest of the loss."""
+    return jax.tree.map(lambda x, y: 0.8 * x + 0.2 * y, tiny.params(), tiny.weights(CONFIG, 1))
 
 
 @functools.cache
@@ -239,7 +240,7 @@ def test_micro_batches_padding_and_sharing_change_nothing(name, options, width, 
     assert batches[0].lengths.shape == shape
     gradient, sums, gap = accumulator(name)(tiny.params(), reference(), batches)
     expected, expected_sums, expected_gap = gradient_and_sums(name)
-    assert distance(gradient, expected) < 2e-6
+    assert distance(gradient, expected) < 5e-6
     for key in sums:
         assert sums[key] == pytest.approx(float(expected_sums[key]), rel=1e-5), key
     assert gap == pytest.approx(float(expected_gap), rel=1e-4)
@@ -256,7 +257,7 @@ def test_the_order_of_rows_and_micro_batches_changes_nothing(prompts, samples, r
     if reverse:
         batches = jax.tree.map(lambda leaf: leaf[::-1], batches)
     gradient, _, _ = accumulator("k3")(tiny.params(), reference(), batches)
-    assert distance(gradient, gradient_and_sums("k3")[0]) < 2e-6
+    assert distance(gradient, gradient_and_sums("k3")[0]) < 5e-6
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
