@@ -658,7 +658,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "_save_companions", full_disk)
+    monkeypatch.setattr(weights, "_save_generation_config", full_disk)
     with pytest.raises(UserError, match=r"out: cannot be written .*No space left"):
         weights.save(tmp_path / "out", params, config, source=None)
     assert [file.name for file in tmp_path.iterdir()] == ["full"]
