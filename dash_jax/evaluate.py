@@ -73,12 +73,13 @@ def evaluate(
             memory_gb=config.rollout.memory_gb, rule=rule, on_chunk=on_chunk,
         )  # fmt: skip
         said = texts(rollout, policy)
-        finishes = [Finish(finish) for finish in rollout.finish.reshape(-1)]
+        finishes = [Finish(int(finish)) for finish in rollout.finish.reshape(-1)]
         asked = [problem for problem in problems for _ in range(count)]
         grades = score(task, asked, said, finishes).grades
         correct = np.array([grade.correct for grade in grades]).reshape(len(problems), count)
         summary[f"accuracy_{kind}"] = float(correct.mean())
-        summary[f"interval_{kind}"] = metrics.confidence_interval(correct.mean(axis=1), seed=config.seed)
+        solved = correct.mean(axis=1).tolist()
+        summary[f"interval_{kind}"] = metrics.confidence_interval(solved, seed=config.seed)
         if kind == "sampled":
             counts = [(count, int(row.sum())) for row in correct]
             passes = {str(k): metrics.mean_pass_at_k(counts, k) for k in settings.pass_at}

@@ -59,7 +59,7 @@ def train(config: Config) -> None:
 
             said = texts(rollout, policy)
             asked = [problem for problem in batch for _ in range(config.rollout.group_size)]
-            finishes = [Finish(finish) for finish in rollout.finish.reshape(-1)]
+            finishes = [Finish(int(finish)) for finish in rollout.finish.reshape(-1)]
             grades, failures = score(task, asked, said, finishes)
             rewards = np.array([grade.reward for grade in grades], np.float32).reshape(rollout.lengths.shape)
             clock.lap("reward")
