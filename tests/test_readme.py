@@ -42,7 +42,7 @@ def test_every_verb_and_file_of_the_readme_exists(capsys):
         with pytest.raises(SystemExit) as exit_:
             main([verb, "--help"])
         assert exit_.value.code == 0
-    for path in re.findall(r"\]\((?!http)([^)#]+)\)", _README) + re.findall(r"bash (launch/\S+)", _README):
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", _README) + re.findall(r"bash (launch/[a-z_.]+)", _README):
         assert (_ROOT / path).exists(), path
 
 
