@@ -42,7 +42,8 @@ def test_every_verb_and_file_of_the_readme_exists(capsys):
         with pytest.raises(SystemExit) as exit_:
             main([verb, "--help"])
         assert exit_.value.code == 0
-    for path in re.findall(r"\]\((?!http)([^)#]+)\)", _README) + re.findall(r"bash (launch/[a-z_.]+)", _README):
+    links, scripts = r"\]\((?!http)([^)#]+)\)", r"bash (launch/[a-z_.]+)"
+    for path in re.findall(links, _README) + re.findall(scripts, _README):
         assert (_ROOT / path).exists(), path
 
 
