@@ -28,7 +28,7 @@ from dash_jax.policy import Policy
 from dash_jax.rollout import roll_out, sampler_weights, step_key
 from dash_jax.sharding import make_mesh
 from dash_jax.timing import Clock
-from dash_jax.types import Problem
+from dash_jax.types import Problem, TrainState
 
 SHAPES = {
     "S": {"hidden_size": 256, "layers": 8, "heads": 8, "kv_heads": 2, "mlp_size": 1024, "vocab_size": 4096},
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=16, help="completions a backward pass")
+    parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     options = parser.parse_args()
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> list[dict[str, float]]:
         "learner": {"micro_batch": options.micro_batch, "length_buckets": 1},
         "optimizer": {"learning_rate": 1e-6},
     })  # fmt: skip
-    policy = random_policy(options.model)
+    policy = random_policy(options.model, options.remat)
     state, learning = random_state(policy, settings)
     generator = np.random.default_rng(0)
     steps = []
@@ -92,22 +93,27 @@ def run(options: argparse.Namespace) -> list[dict[str, float]]:
     return steps
 
 
-def random_policy(name: str) -> Policy:
+def random_policy(name: str, remat: str) -> Policy:
     shape = SHAPES[name]
     described = model.ModelConfig(
         **shape,
         known_ids=shape["vocab_size"],
         head_size=shape["hidden_size"] // shape["heads"],
         qkv_bias=True,
+        remat=remat,  # type: ignore[arg-type]
     )
     # No tokenizer: nothing is decoded. No id stops: every completion has the full length.
     return Policy(make_mesh(), None, described, stop_ids=(-1,))  # type: ignore[arg-type]
 
 
-def random_state(policy: Policy, settings: config.Config) -> tuple[Any, Learning]:
+def random_state(policy: Policy, settings: config.Config) -> tuple[TrainState, Learning]:
     learning = Learning(settings, policy)
-    params = jax.jit(lambda key: model.init(policy.model, key))(jax.random.key(0))
-    return learner.init_state(params, learning.optimizer, keep_reference=False), learning
+
+    def make(key: jax.Array) -> TrainState:
+        return learner.init_state(model.init(policy.model, key), learning.optimizer, keep_reference=False)
+
+    shardings = learner.state_shardings(policy.mesh, policy.model, learning.optimizer, keep_reference=False)
+    return jax.jit(make, out_shardings=shardings)(jax.random.key(0)), learning
 
 
 def summary(options: argparse.Namespace, steps: list[dict[str, float]]) -> dict[str, Any]:

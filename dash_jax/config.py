@@ -106,6 +106,19 @@ class Task:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Engine:
+    """What the rollout engine does between two segments of decoding. None of it changes what is sampled."""
+
+    segment_tokens: int = _key(
+        32, "tokens between two looks of the host at the samples; 0: one segment, which turns all below off", ge=0
+    )
+    share_prefix: bool = _key(True, "the samples of a group attend to one copy of their prompt together")
+    grow_cache: bool = _key(True, "the cache grows with the oldest sample, instead of being read in full")
+    compact: bool = _key(True, "samples that go on move into fewer rows when others have ended")
+    refill: bool = _key(True, "where not all prompts fit, waiting ones take the rows of finished samples")
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Rollout:
     """Preemptive sampling: prompts × group_size completions in one go, whatever the gradient batch is."""
 
@@ -115,7 +128,8 @@ class Rollout:
     max_new_tokens: int = _key(64, "a completion is cut there", gt=0)
     stop: list[str] = _key([], "texts of one token that end a completion like the end-of-sequence token")
     temperature: float = _key(1.0, "divides the logits, in sampler, learner and reference alike", gt=0)
-    memory_gb: float = _key(2.0, "a rollout goes through in chunks whose caches and logits fit this", gt=0)
+    memory_gb: float = _key(2.0, "caches and logits of the samples under way fit this, on each device", gt=0)
+    engine: Engine = Field(default_factory=Engine)
 
 
 @dataclass(frozen=True, config=_STRICT)

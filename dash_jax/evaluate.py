@@ -64,13 +64,13 @@ def evaluate(
     for kind, count, rule in kinds:
         before = len(completions)
 
-        def on_chunk(prompts: int, before: int = before, count: int = count) -> None:
-            on_completions(before + prompts * count)
+        def on_done(samples: int, before: int = before) -> None:
+            on_completions(before + samples)
 
         rollout = roll_out(
             weights, policy, problems, step_key(config.seed, "eval", 0),
             group_size=count, max_new_tokens=config.rollout.max_new_tokens, temperature=settings.temperature,
-            memory_gb=config.rollout.memory_gb, rule=rule, on_chunk=on_chunk,
+            memory_gb=config.rollout.memory_gb, engine=config.rollout.engine, rule=rule, on_done=on_done,
         )  # fmt: skip
         said = texts(rollout, policy)
         finishes = [Finish(int(finish)) for finish in rollout.finish.reshape(-1)]

@@ -25,12 +25,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dash_jax.sharding import constrain, spec
 from dash_jax.types import Key
 
+_PROJECTION = "projection"  # what the rematerialisation policy "dots" saves
 _MASKED = -1e30  # finite, so that 0 × masked is 0 in entropies and gradients
 
 
@@ -97,7 +99,7 @@ class Context(NamedTuple):
     lengths: Int[Array, " N"]
 
 
-Rotation = tuple[Float[Array, "N G T half"], Float[Array, "N G T half"]]  # cosine and sine
+Rotation = tuple[Float[Array, "*rows half"], Float[Array, "*rows half"]]  # cosine and sine
 
 
 def rotation_frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
@@ -181,17 +183,21 @@ def decode_step(
     prompt_lengths: Int[Array, " N"],
     past: Sequence[KeyValues],
     slot: Int[Array, ""],
+    first: Int[Array, "N G"],
+    rotations: Rotation,
 ) -> tuple[Float[Array, "N G D"], list[KeyValues]]:
     """Feeds one token of every sample: hidden states for the next one, and `past` with slot `slot` written.
 
+    Of `past` a sample sees slots `first` to `slot`.
     `params["layers"]` is a list of per-layer weights (see `unstack`), and so are the caches:
-    with one array a layer XLA writes the slot in place.
+    with one array a layer XLA writes the slot in place. `rotations` are of all positions, [positions, A/2],
+    made before the loop over tokens: inside it XLA computes sines again in every layer for every head.
     """
     x = _embed(params["embedding"], token[:, :, None], config)
-    rotation = _rotation(config, position[:, :, None])
+    rotation = tuple(part[position][:, :, None] for part in rotations)
     block, written = Block(config), []
     for weights, prompt, own in zip(params["layers"], prompts, past, strict=True):
-        result: Any = block.apply({"params": weights}, x, rotation, prompt, prompt_lengths, own, slot)
+        result: Any = block.apply({"params": weights}, x, rotation, prompt, prompt_lengths, own, slot, first)
         x, own = result
         written.append(own)
     return _rms_norm(x, params["final_norm"], config.norm_epsilon)[:, :, 0], written
@@ -244,7 +250,7 @@ class Decoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: None},
         )(c, name="layers")
         x = _embed(embedding, tokens, c)
-        x, own = layers(x, _rotation(c, positions), context, context_length)
+        x, own = layers(x, rotation(c, positions), context, context_length)
         return _rms_norm(x, final_norm, c.norm_epsilon), own
 
 
@@ -252,7 +258,8 @@ class Block(nn.Module):
     """One layer: attention and gated MLP, each behind a norm and added to the residual stream.
 
     Positions attend to the first `context_length` keys of the prompt and, causally, to their own
-    sequence: this block of T positions or, if `past` is given, `past` with the block written at `slot`.
+    sequence: this block of T positions or, if `past` is given, `past` with the block written at `slot`,
+    of which a sample's part begins at `first`.
     """
 
     config: ModelConfig
@@ -266,6 +273,7 @@ class Block(nn.Module):
         context_length: Int[Array, " N"] | None,
         past: KeyValues | None = None,
         slot: Int[Array, ""] | None = None,
+        first: Int[Array, "N G"] | None = None,
     ) -> tuple[Float[Array, "N G T D"], KeyValues]:
         c = self.config
         D, K, R, A, F = c.hidden_size, c.kv_heads, c.queries_per_key, c.head_size, c.mlp_size
@@ -285,12 +293,12 @@ class Block(nn.Module):
                 jax.lax.dynamic_update_slice_in_dim(past.k, own.k, slot, axis=-1),
                 jax.lax.dynamic_update_slice_in_dim(past.v, own.v, slot, axis=-2),
             )
-        h = _attend(q, own, 0 if slot is None else slot, context, context_length)
+        h = _attend(q, own, _visible(x.shape[2], own.k.shape[-1], slot, first), context, context_length)
         x = x + self._linear("out", h, (K, R, A), (D,), ("kv_heads", None, None), ("embed",), c.out_bias)
 
         h = _rms_norm(x, norm("mlp_norm", (D,)), c.norm_epsilon)
         gate_up = self._linear("gate_up", h, (D,), (2, F), ("embed",), (None, "mlp"), c.mlp_bias)
-        h = nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        h = _gated(gate_up)
         x = x + self._linear("down", h, (F,), (D,), ("mlp",), ("embed",), c.mlp_bias)
         return constrain(x, "batch", None, None, None), own
 
@@ -305,11 +313,11 @@ class Block(nn.Module):
         bias: bool,
     ) -> Float[Array, "..."]:
         weight = _weight(self, name, inputs + outputs, input_axes + output_axes)
-        y = jnp.tensordot(x, weight.astype(x.dtype), axes=len(inputs))
+        y = _project(x, weight.astype(x.dtype), len(inputs))
         if bias:
             b = _weight(self, f"{name}_bias", outputs, output_axes, nn.initializers.zeros)
             y = y + jnp.broadcast_to(b.astype(x.dtype), y.shape)
-        return y
+        return checkpoint_name(y, _PROJECTION)
 
 
 def _weight(
@@ -323,10 +331,54 @@ def _weight(
     return weight
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _project(x: Float[Array, "..."], weight: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
+    """Contracts the last `inputs` axes of x with the first of `weight`; the rest of x are rows.
+
+    Its own gradient, because JAX's computes that of the weight as gradient^T x whatever the widths. A product
+    over rows makes XLA:CPU write out its left side transposed, and here that is the narrower of the two.
+    """
+    return jnp.tensordot(x, weight, axes=inputs)
+
+
+def _project_forward(x: jax.Array, weight: jax.Array, inputs: int) -> tuple[jax.Array, Any]:
+    return _project(x, weight, inputs), (x, weight)
+
+
+def _project_backward(inputs: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    outputs = weight.ndim - inputs
+    rows = tuple(range(x.ndim - inputs))
+    of_x = jnp.tensordot(gradient, jnp.moveaxis(weight, range(inputs), range(outputs, weight.ndim)), axes=outputs)
+    if x.size <= gradient.size:
+        return of_x, jnp.tensordot(x, gradient, axes=(rows, rows))
+    of_weight = jnp.tensordot(gradient, x, axes=(rows, rows))
+    return of_x, jnp.moveaxis(of_weight, range(outputs), range(inputs, weight.ndim))
+
+
+_project.defvjp(_project_forward, _project_backward)
+
+
+@jax.custom_vjp
+def _gated(gate_up: Float[Array, "... 2 F"]) -> Float[Array, "... F"]:
+    """silu(gate) × up. Its own gradient writes both halves at once, where JAX's pads each and adds."""
+    return nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+def _gated_backward(gate_up: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+    share = nn.sigmoid(gate)
+    of_gate = gradient * up * share * (1 + gate * (1 - share))
+    return (jnp.stack([of_gate, gradient * gate * share], axis=-2),)
+
+
+_gated.defvjp(lambda gate_up: (_gated(gate_up), gate_up), _gated_backward)
+
+
 def _remat(policy: str) -> type[nn.Module]:
     if policy == "none":
         return Block
-    saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
+    saved = jax.checkpoint_policies.save_only_these_names(_PROJECTION) if policy == "dots" else None
     return nn.remat(Block, policy=saved, prevent_cse=False)  # under a scan CSE cannot undo it
 
 
@@ -343,9 +395,10 @@ def _rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], epsilon: float
     return (y * jnp.broadcast_to(weight.astype(jnp.float32), y.shape)).astype(x.dtype)
 
 
-def _rotation(config: ModelConfig, positions: Int[Array, "N G T"]) -> Rotation:
+def rotation(config: ModelConfig, positions: Int[Array, "*rows"]) -> Rotation:
+    """Cosines and sines of the rotary embedding at these positions."""
     frequencies, scale = rotation_frequencies(config.rope, config.head_size)
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None, None, :]
+    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
@@ -357,10 +410,19 @@ def _rotate(x: Float[Array, "N G T *heads A"], rotation: Rotation) -> Float[Arra
     return jnp.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1).astype(x.dtype)
 
 
+def _visible(
+    positions: int, slots: int, slot: Int[Array, ""] | None, first: Int[Array, "N G"] | None
+) -> Bool[Array, "#N #G T S"]:
+    """Which own keys a position sees: those up to its own and, in a cache, from its sample's first on."""
+    at = jnp.arange(slots)[None, None, None, :]
+    causal = at <= jnp.arange(positions)[None, None, :, None] + (0 if slot is None else slot)
+    return causal if first is None else causal & (at >= first[:, :, None, None])
+
+
 def _attend(
     q: Float[Array, "N G T K R A"],
     own: KeyValues,
-    slot: Int[Array, ""] | int,
+    visible: Bool[Array, "#N #G T S"],
     context: KeyValues | None,
     context_length: Int[Array, " N"] | None,
 ) -> Float[Array, "N G T K R A"]:
@@ -372,17 +434,16 @@ def _attend(
     """
     N, G, T, K, R, A = q.shape
     q = q.transpose(0, 1, 3, 2, 4, 5).reshape(N, G, K, T * R, A)
-    row = jnp.repeat(jnp.arange(T), R)
-    causal = jnp.arange(own.k.shape[-1])[None, :] <= slot + row[:, None]
-    scores = jnp.where(causal[None, None, None], _product(q, own.k), _MASKED)
+    visible = jnp.repeat(visible[:, :, None], R, axis=3)
+    scores = jnp.where(visible, _product(q, own.k), _MASKED)
     if context is None or context_length is None:
         peak = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - peak)
         total, values = weights.sum(axis=-1, keepdims=True), _product(weights.astype(q.dtype), own.v)
     else:
         shared_q = q.transpose(0, 2, 1, 3, 4).reshape(N, K, G * T * R, A)
-        visible = jnp.arange(context.k.shape[-1])[None, :] < context_length[:, None]
-        shared = jnp.where(visible[:, None, None], _product(shared_q, context.k), _MASKED)
+        known = jnp.arange(context.k.shape[-1])[None, :] < context_length[:, None]
+        shared = jnp.where(known[:, None, None], _product(shared_q, context.k), _MASKED)
 
         def of_samples(x: Float[Array, "N K rows S"]) -> Float[Array, "N G K TR S"]:
             return x.reshape(N, K, G, T * R, -1).transpose(0, 2, 1, 3, 4)

@@ -1,13 +1,12 @@
 """Problems in, completions out: where the device's sampler meets the host.
 
-A rollout of any number of prompts goes through the sampler in equal chunks, as large as the
-memory budget allows and independent of the learner's micro-batches (DASH's preemptive sampling).
+A rollout of any number of prompts goes through the engine, as many at once as the memory budget
+allows and independent of the learner's micro-batches (DASH's preemptive sampling).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dash_jax import model, sampling
+from dash_jax.config import Engine
+from dash_jax.engine import SLOTS_OF_A_GROUP, Sampler, generate
 from dash_jax.model import ModelConfig
 from dash_jax.policy import Policy
 from dash_jax.sampling import Rule
-from dash_jax.sharding import row_ways, split_rows
 from dash_jax.types import Key, Problem, Rollout, UserError
 
 
@@ -53,41 +53,35 @@ def roll_out(
     max_new_tokens: int,
     temperature: float,
     memory_gb: float,
+    engine: Engine = Engine(),  # noqa: B008 - frozen
     rule: Rule = Rule(),  # noqa: B008 - frozen
-    on_chunk: Callable[[int], None] = lambda prompts: None,
+    on_done: Callable[[int], None] = lambda samples: None,
 ) -> Rollout:
     """Samples `group_size` completions of each problem; the result is in host memory (NumPy).
 
     Args:
       weights: from `sampler_weights`.
       key: from `step_key`; with it, what is sampled for a problem does not depend on the others.
-      memory_gb: a chunk's caches and logits, per device.
-      on_chunk: told the number of prompts done after each chunk.
+      memory_gb: for caches and logits of the samples under way, on each device.
+      on_done: told now and then how many completions have ended.
 
     Raises UserError where not even one prompt fits the budget.
     """
     width = padded_width(max(len(problem.prompt_ids) for problem in problems))
-    ways = row_ways(policy.mesh)
-    fitting = chunk_prompts(policy.model, width, group_size, max_new_tokens, memory_gb) * ways
-    chunks = math.ceil(len(problems) / fitting)
-    size = math.ceil(len(problems) / chunks / ways) * ways
-    eos_ids = jnp.asarray(policy.stop_ids, jnp.int32)
-
-    parts = []
+    ids, prompts, lengths = _pad_prompts(problems, width)
+    sampler = Sampler(
+        weights, policy.model, jnp.asarray(policy.stop_ids, jnp.int32), jnp.float32(temperature), rule,
+        limit=max_new_tokens, mesh=policy.mesh,
+    )  # fmt: skip
     with jax.set_mesh(policy.mesh):
-        past = _empty_past(policy, size, group_size, max_new_tokens)
-        for start in range(0, len(problems), size):
-            chunk = problems[start : start + size]
-            ids, prompts, lengths = _pad_prompts(chunk, size, width)
-            rows = jax.device_put((prompts, lengths), split_rows(policy.mesh, (prompts, lengths), axis=0))
-            keys = _keys(key, ids, group_size)
-            samples, past = sampling.sample(
-                weights, *rows, keys, eos_ids, jnp.float32(temperature), past, config=policy.model, rule=rule
-            )
-            parts.append([np.asarray(field)[: len(chunk)] for field in (ids, prompts, lengths, *samples)])
-            on_chunk(start + len(chunk))
-    joined: Any = map(np.concatenate, zip(*parts, strict=True))  # NumPy, where the record says jax.Array
-    return Rollout(*joined)
+        keys = _keys(key, ids, group_size)
+    samples = generate(
+        sampler, prompts, lengths, keys,
+        engine=engine, capacity=chunk_prompts(policy.model, width, group_size, max_new_tokens, memory_gb),
+        on_done=on_done,
+    )  # fmt: skip
+    fields: Any = (ids, prompts, lengths, *samples)  # NumPy, where the record says jax.Array
+    return Rollout(*fields)
 
 
 def texts(rollout: Rollout, policy: Policy) -> list[str]:
@@ -114,7 +108,9 @@ def chunk_prompts(
     size = jnp.dtype(config.dtype).itemsize
     per_token = 2 * config.layers * config.kv_heads * config.head_size * size
     logits = 4 * config.vocab_size * 4  # the logits and the draw's passes over them, float32
-    bytes_needed = (width + group_size * max_new_tokens) * per_token + group_size * logits
+    # Under refill a group may have its prompt in several slots; old and new caches meet when rows move.
+    cached = 2 * (min(group_size, SLOTS_OF_A_GROUP) * width + group_size * max_new_tokens) * per_token
+    bytes_needed = cached + group_size * logits
     fitting = int(memory_gb * 2**30 / bytes_needed)
     if not fitting:
         raise UserError(
@@ -125,11 +121,6 @@ def chunk_prompts(
     return fitting
 
 
-def _empty_past(policy: Policy, prompts: int, group_size: int, max_new_tokens: int) -> list[model.KeyValues]:
-    make = functools.partial(sampling.empty_past, policy.model, prompts, group_size, max_new_tokens)
-    return jax.jit(make, out_shardings=split_rows(policy.mesh, jax.eval_shape(make), axis=0))()
-
-
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast(params: dict[str, Any], dtype: str) -> dict[str, Any]:
     return jax.tree.map(lambda weight: weight.astype(dtype), params)
@@ -138,13 +129,11 @@ def _cast(params: dict[str, Any], dtype: str) -> dict[str, Any]:
 _keys = jax.jit(sampling.sample_keys, static_argnames="group_size")
 
 
-def _pad_prompts(
-    problems: Sequence[Problem], rows: int, width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Problem ids [rows], prompts [rows, width], lengths [rows]; rows beyond the problems have length 0."""
-    ids, lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    prompts = np.zeros((rows, width), np.int32)
-    for row, problem in enumerate(problems):
-        ids[row], lengths[row] = problem.id, len(problem.prompt_ids)
-        prompts[row, : lengths[row]] = problem.prompt_ids
+def _pad_prompts(problems: Sequence[Problem], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Problem ids [N], prompts [N, width] and their lengths [N]."""
+    ids = np.array([problem.id for problem in problems], np.int32)
+    lengths = np.array([len(problem.prompt_ids) for problem in problems], np.int32)
+    prompts = np.zeros((len(problems), width), np.int32)
+    for row, problem in zip(prompts, problems, strict=True):
+        row[: len(problem.prompt_ids)] = problem.prompt_ids
     return ids, prompts, lengths

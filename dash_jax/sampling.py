@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dash_jax import model
 from dash_jax.model import KeyValues, ModelConfig
@@ -41,16 +41,28 @@ class Samples(NamedTuple):
     finish: Int[Array, "N G"]
 
 
-class _State(NamedTuple):
-    """Carried from token to token. Slots of `tokens` from `sampled` on are not sampled yet."""
+class Rows(NamedTuple):
+    """Samples under way: X slots, each with a prompt and R samples of it."""
 
-    sampled: Int[Array, ""]
-    token: Int[Array, "N G"]
-    done: Array  # bool[N, G]: an end-of-sequence token was sampled
-    lengths: Int[Array, "N G"]
-    tokens: Int[Array, "N G C"]
-    logprobs: Float[Array, "N G C"]
-    past: list[KeyValues]
+    keys: Key  # [X, R]
+    token: Int[Array, "X R"]  # the last one sampled; decoding feeds it next
+    lengths: Int[Array, "X R"]  # tokens sampled so far; 0 marks filler
+    done: Bool[Array, "X R"]
+
+
+class Prompts(NamedTuple):
+    """The prompts of the slots: keys and values of each layer, without R axis."""
+
+    layers: list[KeyValues]
+    lengths: Int[Array, " X"]
+
+
+class Decoded(NamedTuple):
+    """What `decode` adds. Slots from `taken` on, and those of rows that are done, are zero."""
+
+    tokens: Int[Array, "X R S"]
+    logprobs: Float[Array, "X R S"]
+    taken: Int[Array, ""]
 
 
 def sample_keys(key: Key, problem_ids: Int[Array, " N"], group_size: int) -> Key:
@@ -98,53 +110,98 @@ def sample(
       Samples (log-probs are of the full tempered distribution, whatever the rule) and the buffers of `past`.
     """
     group_size, limit = past[0].k.shape[1], past[0].k.shape[-1]
-    choose = functools.partial(_next_token, keys=keys, temperature=temperature, rule=rule)
-
-    prompt, hidden = _prefill(params, config, prompts, prompt_lengths)
-    first = jnp.broadcast_to(
-        model.logits(params, config, hidden)[:, None], (len(prompts), group_size, config.vocab_size)
+    how = {"config": config, "rule": rule, "limit": limit}
+    context, rows, first = begin(
+        params, prompts, prompt_lengths, keys, eos_ids, temperature, **how
     )
-    token, logprob = choose(first, position=jnp.int32(0))
+    shape = (len(prompts), group_size)
+    tokens = jnp.where(rows.lengths > 0, rows.token, 0)
+    decoded, rows, past = decode(
+        params, context, rows, past, jnp.int32(0), eos_ids, temperature, steps=max(limit - 1, 1), **how
+    )
+    tokens = jnp.concatenate([tokens[:, :, None], decoded.tokens], axis=2)[:, :, :limit]
+    logprobs = jnp.concatenate([first[:, :, None], decoded.logprobs], axis=2)[:, :, :limit]
+    ended = _is_any(rows.token, eos_ids) & (rows.lengths > 0)
+    return Samples(tokens, logprobs, rows.lengths, jnp.where(ended, int(Finish.EOS), int(Finish.LENGTH))), past
+
+
+def begin(
+    params: dict[str, Any],
+    prompts: Int[Array, "N P"],
+    prompt_lengths: Int[Array, " N"],
+    keys: Key,
+    eos_ids: Int[Array, " E"],
+    temperature: Float[Array, ""],
+    *,
+    config: ModelConfig,
+    rule: Rule,
+    limit: int,
+) -> tuple[Prompts, Rows, Float[Array, "N G"]]:
+    """Prefill, and the first token of every sample with its log-prob. Arguments as of `sample`."""
+    context, hidden = _prefill(params, config, prompts, prompt_lengths)
+    logits = model.logits(params, config, hidden)
+    logits = jnp.broadcast_to(logits[:, None], (*keys.shape, config.vocab_size))
+    filler = jnp.broadcast_to((prompt_lengths == 0)[:, None], keys.shape)
+    token, logprob = _next_token(
+        logits, keys=keys, position=jnp.zeros(keys.shape, jnp.int32), temperature=temperature, rule=rule
+    )
+    done = filler | _is_any(token, eos_ids) | (limit == 1)
+    rows = Rows(keys, token, lengths=jnp.where(filler, 0, 1), done=done)
+    return Prompts(context, prompt_lengths), rows, jnp.where(filler, 0.0, logprob)
+
+
+def decode(
+    params: dict[str, Any],
+    prompts: Prompts,
+    rows: Rows,
+    past: list[KeyValues],
+    slot: Int[Array, ""],
+    eos_ids: Int[Array, " E"],
+    temperature: Float[Array, ""],
+    *,
+    config: ModelConfig,
+    rule: Rule,
+    limit: int,
+    steps: int,
+) -> tuple[Decoded, Rows, list[KeyValues]]:
+    """Up to `steps` more tokens of every row, until all rows are done.
+
+    All rows write their next keys into the same slots, `slot` and up, however old they are: a row of n tokens
+    has its own keys in the n - 1 slots before.
+    """
     layers = {**params, "layers": model.unstack(params["layers"], config.layers)}
-    filler = jnp.broadcast_to((prompt_lengths == 0)[:, None], token.shape)
-    blank = jnp.zeros((*token.shape, limit))
-    state = _State(
-        sampled=jnp.int32(1),
-        token=token,
-        done=filler | _is_any(token, eos_ids),
-        lengths=jnp.where(filler, 0, 1),
-        tokens=blank.astype(jnp.int32).at[:, :, 0].set(token),
-        logprobs=blank.at[:, :, 0].set(logprob),
-        past=past,
-    )
+    rotations = model.rotation(config, jnp.arange(prompts.layers[0].k.shape[-1] + limit))
+    blank = jnp.zeros((*rows.token.shape, steps))
+    start = (Decoded(blank.astype(jnp.int32), blank, jnp.int32(0)), rows, past)
 
-    def unfinished(state: _State) -> Array:
-        return (state.sampled < limit) & ~state.done.all()
+    def unfinished(state: tuple[Decoded, Rows, list[KeyValues]]) -> Array:
+        decoded, rows, _ = state
+        return (decoded.taken < steps) & ~rows.done.all()
 
-    def step(state: _State) -> _State:
-        slot = state.sampled - 1
-        position = jnp.broadcast_to((prompt_lengths + slot)[:, None], state.token.shape)
+    def step(state: tuple[Decoded, Rows, list[KeyValues]]) -> tuple[Decoded, Rows, list[KeyValues]]:
+        decoded, rows, past = state
+        fed = jnp.maximum(rows.lengths - 1, 0)
+        here = slot + decoded.taken
         hidden, past = model.decode_step(
-            layers, config, state.token, position, prompt, prompt_lengths, state.past, slot
+            layers, config, rows.token, prompts.lengths[:, None] + fed, prompts.layers, prompts.lengths,
+            past, here, here - fed, rotations,
+        )  # fmt: skip
+        token, logprob = _next_token(
+            model.logits(params, config, hidden),
+            keys=rows.keys, position=rows.lengths, temperature=temperature, rule=rule,
+        )  # fmt: skip
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=decoded.taken, axis=2)
+        decoded = Decoded(
+            put(decoded.tokens, jnp.where(rows.done, 0, token)),
+            put(decoded.logprobs, jnp.where(rows.done, 0.0, logprob)),
+            decoded.taken + 1,
         )
-        token, logprob = choose(model.logits(params, config, hidden), position=state.sampled)
-        token, logprob = jnp.where(state.done, 0, token), jnp.where(state.done, 0.0, logprob)
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=state.sampled, axis=2)
-        return _State(
-            sampled=state.sampled + 1,
-            token=token,
-            done=state.done | _is_any(token, eos_ids),
-            lengths=state.lengths + (~state.done).astype(jnp.int32),
-            tokens=put(state.tokens, token),
-            logprobs=put(state.logprobs, logprob),
-            past=past,
-        )
+        lengths = rows.lengths + (~rows.done).astype(jnp.int32)
+        token = jnp.where(rows.done, rows.token, token)
+        done = rows.done | _is_any(token, eos_ids) | (lengths == limit)
+        return decoded, Rows(rows.keys, token, lengths, done), past
 
-    end = jax.lax.while_loop(unfinished, step, state)
-    last = jnp.take_along_axis(end.tokens, jnp.maximum(end.lengths - 1, 0)[:, :, None], axis=2)[:, :, 0]
-    finish = jnp.where(_is_any(last, eos_ids) & ~filler, int(Finish.EOS), int(Finish.LENGTH))
-    tokens, logprobs = (jnp.where(filler[:, :, None], 0, x) for x in (end.tokens, end.logprobs))
-    return Samples(tokens, logprobs, end.lengths, finish), end.past
+    return jax.lax.while_loop(unfinished, step, start)
 
 
 def _prefill(
@@ -167,7 +224,7 @@ def _next_token(
     logits: Float[Array, "N G V"],
     *,
     keys: Key,
-    position: Int[Array, ""],
+    position: Int[Array, "N G"],
     temperature: Float[Array, ""],
     rule: Rule,
 ) -> tuple[Int[Array, "N G"], Float[Array, "N G"]]:
@@ -175,7 +232,7 @@ def _next_token(
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return token, _logprob_of(logits, token)
     logits = logits / temperature
-    uniforms = jax.vmap(jax.vmap(lambda key: _uniforms(jax.random.fold_in(key, position))))(keys)
+    uniforms = jax.vmap(jax.vmap(lambda key, at: _uniforms(jax.random.fold_in(key, at))))(keys, position)
     if not rule.top_k and rule.top_p == 1.0:
         return draw(logits, uniforms)
     token, _ = draw(_truncate(logits, rule), uniforms)

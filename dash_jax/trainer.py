@@ -53,6 +53,7 @@ def train(config: Config) -> None:
                 weights, policy, batch, step_key(config.seed, "train", step),
                 group_size=config.rollout.group_size, max_new_tokens=config.rollout.max_new_tokens,
                 temperature=config.rollout.temperature, memory_gb=config.rollout.memory_gb,
+                engine=config.rollout.engine,
             )  # fmt: skip
             del weights  # they may be the buffers that the update donates
             clock.lap("sampling")

@@ -51,30 +51,28 @@ def problems_of(lengths):
 def bytes_of_one(width, config=CONFIG):
     """What `chunk_prompts` has to make room for, counted on the arrays themselves."""
     past = jax.eval_shape(lambda: sampling.empty_past(config, 1, G, C))
-    head = (config.layers, 1, config.kv_heads)
+    head = (config.layers, G, config.kv_heads)  # a group of 3 may be spread over 3 slots, each with the prompt
     prompt = KeyValues(np.zeros((*head, config.head_size, width)), np.zeros((*head, width, config.head_size)))
     caches = sum(leaf.size for leaf in jax.tree.leaves((past, prompt))) * jnp.dtype(config.dtype).itemsize
-    return caches + G * 4 * config.vocab_size * 4
+    return 2 * caches + G * 4 * config.vocab_size * 4
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replaces the sampler: token c of sample g of a prompt [x, ...] is x + g + c. Keeps what it is given."""
+    """Replaces the engine: token c of sample g of a prompt [x, ...] is x + g + c. Keeps what it is given."""
     seen = []
 
-    def sample(weights, prompts, lengths, keys, eos_ids, temperature, past, *, config, rule):
-        assert keys.shape == (len(prompts), past[0].k.shape[1])
-        assert (eos_ids.tolist(), float(temperature)) == ([2], 0.5)
-        prompts, lengths = np.asarray(prompts), np.asarray(lengths)
-        seen.append((prompts, lengths))
-        shape = (len(prompts), past[0].k.shape[1], past[0].k.shape[-1])
-        n, g, c = np.indices(shape)
+    def generate(sampler, prompts, lengths, keys, *, engine, capacity, on_done):
+        assert keys.shape == (len(prompts), G)
+        assert (sampler.eos_ids.tolist(), float(sampler.temperature), sampler.limit) == ([2], 0.5, C)
+        seen.append((prompts, lengths, capacity))
+        n, g, c = np.indices((len(prompts), G, C))
         tokens = (prompts[:, 0][n] + g + c).astype(np.int32)
-        lengths = np.where(lengths[:, None] == 0, 0, shape[2] - g[..., 0])
-        finish = np.full(shape[:2], Finish.EOS)
-        return sampling.Samples(*map(jnp.asarray, (tokens, tokens * -0.5, lengths, finish))), past
+        finish = np.full((len(prompts), G), Finish.EOS)
+        on_done(finish.size)
+        return sampling.Samples(tokens, tokens * -0.5, C - g[..., 0], finish)
 
-    monkeypatch.setattr(sampling, "sample", sample)
+    monkeypatch.setattr(rollout, "generate", generate)
     return seen
 
 
@@ -122,40 +120,26 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_sampled(calls)
     assert not calls
 
 
-# --- chunks -------------------------------------------------------------------------------------
+# --- to the engine and back ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prompts", "shape", "fitting", "sizes"),
-    [
-        (5, (1, 1, 1), 100, [5]),
-        (5, (1, 1, 1), 4, [3, 3]),  # as equal as can be: one filler, not 4 + 1
-        (5, (1, 1, 1), 2, [2, 2, 2]),
-        (5, (1, 1, 1), 1, [1] * 5),
-        (5, (2, 2, 2), 100, [8]),  # a multiple of the 4 devices that share the rows
-        (9, (2, 2, 2), 1, [4, 4, 4]),  # the budget is each device's
-        (9, (8, 1, 1), 1, [8, 8]),
-    ],
-)
-def test_chunks_are_equal_and_filled_up_with_empty_rows(calls, prompts, shape, fitting, sizes):
-    lengths = [3, 8, 1, 5, 8, 2, 4, 6, 7][:prompts]
-    told = []
-    got = roll_out(problems_of(lengths), shape=shape, fitting=fitting, on_chunk=told.append)
-    assert [len(seen) for seen, _ in calls] == sizes
-    rows, seen_lengths = (np.concatenate(parts) for parts in zip(*calls, strict=True))
-    assert seen_lengths.tolist() == lengths + [0] * (sum(sizes) - prompts)
-    assert not rows[prompts:].any()
-    assert told == [min(done, prompts) for done in np.cumsum(sizes)]
-    # The fillers are gone, and everything lies in the order of the problems.
-    assert got.problem_ids.tolist() == [100 + n for n in range(prompts)]
+@pytest.mark.parametrize(("shape", "fitting"), [((1, 1, 1), 4), ((2, 2, 2), 1)])
+def test_the_rollout_lies_in_the_order_of_the_problems(calls, shape, fitting):
+    lengths, told = [3, 8, 1, 5, 8], []
+    got = roll_out(problems_of(lengths), shape=shape, fitting=fitting, on_done=told.append)
+    ((_, seen_lengths, capacity),) = calls
+    assert capacity == fitting  # on each device
+    assert seen_lengths.tolist() == lengths
+    assert told == [5 * G]
+    assert got.problem_ids.tolist() == [100 + n for n in range(5)]
     assert got.prompt_lengths.tolist() == lengths
-    n, g, c = np.indices((prompts, G, C))
+    n, g, c = np.indices((5, G, C))
     np.testing.assert_array_equal(got.tokens, n + 1 + g + c)
     np.testing.assert_array_equal(got.logprobs, got.tokens * -0.5)
     np.testing.assert_array_equal(got.lengths, C - g[..., 0])
     for leaf in jax.tree.leaves(got):
         assert isinstance(leaf, np.ndarray)
-        assert len(leaf) == prompts
+        assert len(leaf) == 5
 
 
 def test_prompts_are_padded_on_the_right(calls):

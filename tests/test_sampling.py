@@ -36,7 +36,7 @@ def draw(logits, uniforms):
 
 def next_token(logits, keys, *, position=0, temperature=1.0, rule=TRAINING):
     token, logprob = JITTED_NEXT(
-        logits, keys=keys, position=jnp.int32(position), temperature=f32(temperature), rule=rule
+        logits, keys=keys, position=jnp.full(keys.shape, position, jnp.int32), temperature=f32(temperature), rule=rule
     )
     return np.asarray(token), np.asarray(logprob)
 
@@ -390,10 +390,10 @@ def roll_out(problems, *, shape=(1, 1, 1), group_size=G, chunk=8, step=0):
     """`chunk` prompts at a time on each device that rows are split over."""
     policy, weights = policy_on(shape)
     widest = rollout.padded_width(max(len(problem.prompt_ids) for problem in problems))
-    bytes_each = 2 * 2 * 2 * 8 * 4 * (widest + group_size * C) + group_size * 4 * 40 * 4
+    one = 1 / rollout.chunk_prompts(CONFIG, widest, group_size, C, 1.0)  # GB
     return rollout.roll_out(
         weights, policy, problems, rollout.step_key(0, "train", step), group_size=group_size,
-        max_new_tokens=C, temperature=1.0, memory_gb=(chunk + 0.5) * bytes_each / 2**30,
+        max_new_tokens=C, temperature=1.0, memory_gb=(chunk + 0.5) * one,
     )  # fmt: skip
 
 

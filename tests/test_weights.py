@@ -108,11 +108,14 @@ def three_ways(params, config, tokens, completions):
     prompts = model.unstack(context.layers, config.layers)
     layered = {**params, "layers": model.unstack(params["layers"], config.layers)}
 
+    rotations = model.rotation(config, jnp.arange(tokens.shape[1] + C))
+
     def step(past, slot):
         token, position = completions[:, :, slot], jnp.broadcast_to(LENGTHS[:, None] + slot, (N, G))
         hidden, past = model.decode_step(
-            layered, config, token, position, prompts, context.lengths, past, slot
-        )
+            layered, config, token, position, prompts, context.lengths, past, slot,
+            jnp.zeros((N, G), jnp.int32), rotations,
+        )  # fmt: skip
         return past, hidden
 
     k = jnp.full((N, G, config.kv_heads, config.head_size, C), 1e3)  # what is not written must not be seen
