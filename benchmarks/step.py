@@ -1,15 +1,20 @@
-"""Seconds of one DASH step without filter, split into sampling and learning, on random weights.
+"""Seconds of one DASH step, split into sampling and learning, on random weights.
 
     python benchmarks/step.py --model S [--json FILE]
+    python benchmarks/step.py --model S --constant-groups 0.5     # half of the groups carry no signal
+    python benchmarks/step.py --model S --mean-length 40          # answers end by themselves
+    python benchmarks/step.py --model S --without grow_cache,compact
 
 16 prompts of 48 tokens, 8 completions of exactly 128 tokens each (no end-of-sequence token), float32.
-The reward is a rule on token ids, so nothing but the sampler and the learner takes time. The median of
-`--repeats` steps is printed and the fastest beside it; the first step, which compiles, is shown apart.
+With `--mean-length` some ids of the vocabulary end a completion, so that lengths are geometric, cut at the
+limit. The reward is a rule on token ids, so nothing but the sampler and the learner takes time. The median
+of `--repeats` steps is printed and the fastest beside it; the first step, which compiles, is shown apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import statistics
@@ -47,6 +52,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=16, help="completions a backward pass")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots")
+    parser.add_argument("--length-buckets", type=int, default=1)
+    parser.add_argument("--constant-groups", type=float, default=0.0, help="share of groups to be filtered")
+    parser.add_argument("--mean-length", type=float, help="of the completions; default: all at the limit")
+    parser.add_argument("--without", default="", help="switches of the engine to turn off, comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     options = parser.parse_args()
@@ -60,22 +69,26 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Seconds by phase of `repeats + 1` steps; the first one compiles."""
+    """Seconds by phase of `repeats + 2` steps; the first compiles, and the second what new lengths need."""
     settings = config.from_dict({
         "rollout": {
             "prompts": options.prompts, "group_size": options.group_size,
             "max_prompt_tokens": PROMPT_TOKENS, "max_new_tokens": options.new_tokens,
         },
-        "algorithm": {"filter": False},
-        "learner": {"micro_batch": options.micro_batch, "length_buckets": 1},
+        "algorithm": {"filter": options.constant_groups > 0},
+        "learner": {"micro_batch": options.micro_batch, "length_buckets": options.length_buckets},
         "optimizer": {"learning_rate": 1e-6},
     })  # fmt: skip
     policy = random_policy(options.model, options.remat)
+    if options.mean_length:
+        policy = policy._replace(stop_ids=ending_ids(options, policy.model.vocab_size))
+    off = [name for name in options.without.split(",") if name]
+    engine = dataclasses.replace(settings.rollout.engine, **dict.fromkeys(off, False))
     state, learning = random_state(policy, settings)
     generator = np.random.default_rng(0)
     steps = []
     for step in track(
-        range(options.repeats + 1), description=f"model {options.model}", console=Console(stderr=True)
+        range(options.repeats + 2), description=f"model {options.model}", console=Console(stderr=True)
     ):
         ids = generator.integers(3, policy.model.vocab_size, (options.prompts, PROMPT_TOKENS))
         problems = [Problem(i, "random", "", "", prompt_ids=tuple(row)) for i, row in enumerate(ids.tolist())]
@@ -83,13 +96,15 @@ def run(options: argparse.Namespace) -> list[dict[str, float]]:
         rollout = roll_out(
             sampler_weights(state.params, policy), policy, problems, step_key(0, "train", step),
             group_size=options.group_size, max_new_tokens=options.new_tokens, temperature=1.0, memory_gb=2.0,
+            engine=engine,
         )  # fmt: skip
         clock.lap("sampling")
         rewards = (np.asarray(rollout.tokens) % 2 == 0).mean(axis=2, dtype=np.float32)
+        rewards[: round(options.constant_groups * options.prompts)] = 1.0
         clock.lap("reward")
         state, _, _ = learning.step(state, rollout, rewards)
         clock.lap("learning")
-        steps.append(clock.seconds())
+        steps.append(clock.seconds() | {"tokens": float(rollout.lengths.sum())})
     return steps
 
 
@@ -106,6 +121,17 @@ def random_policy(name: str, remat: str) -> Policy:
     return Policy(make_mesh(), None, described, stop_ids=(-1,))  # type: ignore[arg-type]
 
 
+def ending_ids(options: argparse.Namespace, vocabulary: int) -> tuple[int, ...]:
+    """So many ids that a model which finds all tokens about alike ends after `mean_length` on average."""
+
+    def mean(ids: int) -> float:
+        share = ids / vocabulary
+        return (1 - (1 - share) ** options.new_tokens) / share
+
+    count = min(range(1, vocabulary), key=lambda ids: abs(mean(ids) - options.mean_length))
+    return tuple(range(3, 3 + count))
+
+
 def random_state(policy: Policy, settings: config.Config) -> tuple[TrainState, Learning]:
     learning = Learning(settings, policy)
 
@@ -117,15 +143,16 @@ def random_state(policy: Policy, settings: config.Config) -> tuple[TrainState, L
 
 
 def summary(options: argparse.Namespace, steps: list[dict[str, float]]) -> dict[str, Any]:
-    tokens = options.prompts * options.group_size * options.new_tokens
-    timed = steps[1:]
+    timed = steps[2:]
 
     def middle(name: str) -> float:
         return statistics.median(step[name] for step in timed)
 
     return {
         "model": options.model,
-        "sampling_tokens_per_s": tokens / middle("seconds_sampling"),
+        "options": vars(options),
+        "sampling_tokens_per_s": middle("tokens") / middle("seconds_sampling"),
+        "tokens": middle("tokens"),
         "step_seconds": middle("seconds"),
         "sampling_seconds": middle("seconds_sampling"),
         "learning_seconds": middle("seconds_learning"),

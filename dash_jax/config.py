@@ -110,7 +110,7 @@ class Engine:
     """What the rollout engine does between two segments of decoding. None of it changes what is sampled."""
 
     segment_tokens: int = _key(
-        32, "tokens between two looks of the host at the samples; 0: one segment, which turns all below off", ge=0
+        32, "tokens between two looks of the host at the samples; 0: no look, all below is off", ge=0
     )
     share_prefix: bool = _key(True, "the samples of a group attend to one copy of their prompt together")
     grow_cache: bool = _key(True, "the cache grows with the oldest sample, instead of being read in full")

@@ -38,7 +38,7 @@ from dash_jax.types import Finish, Key
 
 _FEWEST_ROWS = 8  # a device; with fewer a step takes no less time
 _WIDTHS = 4  # of the growing cache; each compiles
-SLOTS_OF_A_GROUP = 4  # under refill
+SLOTS_OF_A_GROUP = 4  # once its samples are rearranged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,15 +118,16 @@ def generate(
     waiting = np.arange(N)
     with jax.set_mesh(sampler.mesh):
         while len(waiting) or (ids >= 0).any():
-            new, new_ids = None, np.full((ways, 0, G), -1)
+            new, new_ids = None, np.full((ways, 0, G), -1)  # prompts that begin now
             count = _admitted(ids, G, shapes[0], len(waiting), room, refill=refill)
             if count:
                 chosen, waiting = waiting[: count * ways], waiting[count * ways :]
                 chosen = np.pad(chosen, (0, count * ways - len(chosen)), constant_values=-1)
                 lengths = np.where(chosen < 0, 0, prompt_lengths[chosen]).astype(np.int32)
-                *new, logprobs = sampler.begin(prompts[chosen], lengths, keys[chosen])
+                beginning, rows, logprobs = sampler.begin(prompts[chosen], lengths, keys[chosen])
+                new = beginning, rows
                 new_ids = np.where(chosen[:, None] < 0, -1, chosen[:, None] * G + np.arange(G))
-                book.begin(new_ids, new[1], logprobs)
+                book.begin(new_ids, rows, logprobs)
                 new_ids = book.alive(new_ids).reshape(ways, count, G)
 
             alive = np.concatenate([ids[ids >= 0], new_ids[new_ids >= 0]])
@@ -134,7 +135,8 @@ def generate(
                 moved, sources = _arrange(ids, new_ids, G, shapes[:1] if len(waiting) else shapes)
                 oldest, youngest = book.lengths[alive].max(), book.lengths[alive].min()
                 ahead = min(segment, sampler.limit - youngest)
-                if batch is None or new or moved.shape != ids.shape or batch.slot + ahead > _width(batch.past):
+                changed = new is not None or moved.shape != ids.shape
+                if batch is None or changed or batch.slot + ahead > _width(batch.past):
                     slot = int(oldest) - 1
                     batch = _rearranged(
                         batch, new, ids.shape, sources, moved >= 0, slot, sampler,
@@ -186,21 +188,17 @@ class _Book:
 
 
 def _shapes(room: int, group_size: int, *, refill: bool) -> list[tuple[int, int]]:
-    """(slots, rows of each) on a device, from the largest to the smallest batch.
+    """(slots, rows of each) on a device, from the largest batch to the smallest, rows halved each time.
 
-    Without refill the rows of a slot are halved before the slots are, so that as many samples as can
-    share a prompt. With refill slots are narrow from the start: a finished group of 8 in one slot would
-    keep all 8 rows until its last sample ends.
+    The samples that are left of a group seldom fill a wide slot, so where rows are to be saved slots are
+    narrow, and where that is not enough a sample has one to itself.
     """
-    rows = max(group_size // SLOTS_OF_A_GROUP, 1) if refill else group_size
-    slots = room * math.ceil(group_size / rows)
-    shapes = [(slots, rows)]
-    while slots * rows > _FEWEST_ROWS and slots > 1:
-        if rows > 1 and not refill:
-            rows = math.ceil(rows / 2)
-        else:
-            slots = math.ceil(slots / 2)
-        shapes.append((slots, rows))
+    narrow = max(group_size // SLOTS_OF_A_GROUP, 1)
+    shapes = [(room * math.ceil(group_size / narrow), narrow) if refill else (room, group_size)]
+    rows = shapes[0][0] * shapes[0][1]
+    while rows > _FEWEST_ROWS:
+        rows = math.ceil(rows / 2)
+        shapes += [(math.ceil(rows / wide), wide) for wide in (1, narrow)][: 1 if narrow == 1 else 2]
     return shapes
 
 
@@ -213,7 +211,7 @@ def _admitted(
     *,
     refill: bool,
 ) -> int:
-    """Prompts to begin now on each device: few different numbers, as each compiles, and none for a few rows."""
+    """Prompts to begin now on each device: few different numbers, as each compiles, none for a few rows."""
     idle = bool((ids < 0).all())
     if not waiting or not (refill or idle):
         return 0
@@ -239,7 +237,7 @@ def _arrange(
     group_size: int,
     shapes: list[tuple[int, int]],
 ) -> tuple[Int[np.ndarray, "W Y Q"], Int[np.ndarray, "W Y Q"]]:
-    """The smallest of `shapes` that holds all samples: who is in which row, and where each comes from.
+    """The last of `shapes` that holds all samples: who is in which row, and where each comes from.
 
     Sources count the rows of a device, those of its new prompts behind those of the batch.
     """
@@ -269,7 +267,7 @@ def _width(past: list[KeyValues]) -> int:
 
 def _rearranged(
     batch: Batch | None,
-    new: Any,
+    new: tuple[Prompts, Rows] | None,
     old_shape: tuple[int, ...],
     sources: Int[np.ndarray, "W Y Q"],
     present: Bool[np.ndarray, "W Y Q"],
@@ -281,7 +279,7 @@ def _rearranged(
     """The batch with its rows, and those of the new prompts, where `sources` says, and a cache of `width`."""
     _, slots, rows = old_shape
     old_rows, first = slots * rows, sources[:, :, 0]
-    parts = ([(batch.prompts, batch.rows)] if batch else []) + ([tuple(new)] if new else [])
+    parts = ([(batch.prompts, batch.rows)] if batch else []) + ([new] if new else [])
     group_size = parts[-1][1].token.shape[1]
     prompt_sources = np.where(first < old_rows, first // rows, slots + (first - old_rows) // group_size)
     prompts, rows_now, past = _move(
@@ -304,7 +302,7 @@ def _move(
     config: ModelConfig,
     width: int,
 ) -> tuple[Prompts, Rows, list[KeyValues]]:
-    """Gathers rows and the prompts of slots; the cache moves `shift` slots down, so that the oldest row's is at 0."""
+    """Gathers rows and the prompts of slots; the cache moves `shift` slots down, its oldest key to slot 0."""
     ways, slots, rows = sources.shape
 
     def take(leaves: tuple[jax.Array, ...], index: jax.Array, axes: int) -> jax.Array:
@@ -312,7 +310,9 @@ def _move(
         flat = jnp.concatenate([leaf.reshape(ways, -1, *leaf.shape[axes:]) for leaf in leaves], axis=1)
         taken = jax.vmap(lambda of_device, at: of_device[at])(flat, index)
         taken = taken.reshape(ways * slots, *taken.shape[2:])
-        return taken if jnp.issubdtype(taken.dtype, jax.dtypes.prng_key) else constrain(taken, "batch", *[None] * (taken.ndim - 1))
+        if jnp.issubdtype(taken.dtype, jax.dtypes.prng_key):
+            return taken  # their hidden axis would not fit the partition
+        return constrain(taken, "batch", *[None] * (taken.ndim - 1))
 
     def row(*leaves: jax.Array) -> jax.Array:
         return take(leaves, sources, 2)

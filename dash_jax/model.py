@@ -349,7 +349,8 @@ def _project_backward(inputs: int, saved: Any, gradient: jax.Array) -> tuple[jax
     x, weight = saved
     outputs = weight.ndim - inputs
     rows = tuple(range(x.ndim - inputs))
-    of_x = jnp.tensordot(gradient, jnp.moveaxis(weight, range(inputs), range(outputs, weight.ndim)), axes=outputs)
+    flipped = jnp.moveaxis(weight, range(inputs), range(outputs, weight.ndim))
+    of_x = jnp.tensordot(gradient, flipped, axes=outputs)
     if x.size <= gradient.size:
         return of_x, jnp.tensordot(x, gradient, axes=(rows, rows))
     of_weight = jnp.tensordot(gradient, x, axes=(rows, rows))

@@ -207,9 +207,9 @@ def _draw_seconds(ax: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     ax.set_ylabel("seconds a step")
     # The first steps compile; they shall not flatten the others.
     usual = float(np.percentile(bottom, 90))
-    ax.set_ylim(0, 1.05 * bottom.max() or 1)
-    if bottom.max() > 3 * usual > 0:
+    ax.set_ylim(0, 1.05 * np.max(bottom) or 1)
+    if np.max(bottom) > 3 * usual > 0:
         ax.set_ylim(0, 1.5 * usual)
-        note = f"longest step, with compilation: {bottom.max():.1f} s"
+        note = f"longest step, with compilation: {np.max(bottom):.1f} s"
         ax.text(0.99, 0.94, note, transform=ax.transAxes, ha="right", va="top")
     ax.legend(**_ABOVE)

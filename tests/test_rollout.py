@@ -51,7 +51,7 @@ def problems_of(lengths):
 def bytes_of_one(width, config=CONFIG):
     """What `chunk_prompts` has to make room for, counted on the arrays themselves."""
     past = jax.eval_shape(lambda: sampling.empty_past(config, 1, G, C))
-    head = (config.layers, G, config.kv_heads)  # a group of 3 may be spread over 3 slots, each with the prompt
+    head = (config.layers, G, config.kv_heads)  # a group of 3 may be spread over 3 slots, each with a prompt
     prompt = KeyValues(np.zeros((*head, config.head_size, width)), np.zeros((*head, width, config.head_size)))
     caches = sum(leaf.size for leaf in jax.tree.leaves((past, prompt))) * jnp.dtype(config.dtype).itemsize
     return 2 * caches + G * 4 * config.vocab_size * 4

@@ -36,8 +36,9 @@ def draw(logits, uniforms):
 
 def next_token(logits, keys, *, position=0, temperature=1.0, rule=TRAINING):
     token, logprob = JITTED_NEXT(
-        logits, keys=keys, position=jnp.full(keys.shape, position, jnp.int32), temperature=f32(temperature), rule=rule
-    )
+        logits, keys=keys, position=jnp.full(keys.shape, position, jnp.int32),
+        temperature=f32(temperature), rule=rule,
+    )  # fmt: skip
     return np.asarray(token), np.asarray(logprob)
 
 
