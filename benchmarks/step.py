@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=16, help="completions a backward pass")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots")
-    parser.add_argument("--length-buckets", type=int, default=1)
+    parser.add_argument("--shapes", type=int, default=1, help="of micro-batches")
     parser.add_argument("--constant-groups", type=float, default=0.0, help="share of groups to be filtered")
     parser.add_argument("--mean-length", type=float, help="of the completions; default: all at the limit")
     parser.add_argument("--without", default="", help="switches of the engine to turn off, comma-separated")
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> list[dict[str, float]]:
             "max_prompt_tokens": PROMPT_TOKENS, "max_new_tokens": options.new_tokens,
         },
         "algorithm": {"filter": options.constant_groups > 0},
-        "learner": {"micro_batch": options.micro_batch, "length_buckets": options.length_buckets},
+        "learner": {"micro_batch": options.micro_batch, "shapes": options.shapes},
         "optimizer": {"learning_rate": 1e-6},
     })  # fmt: skip
     policy = random_policy(options.model, options.remat)

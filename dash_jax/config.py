@@ -162,11 +162,9 @@ class Learner:
     optimizer_batch: int | None = _key(
         None, "completions an optimizer step; default: the whole rollout (DASH, on-policy)", gt=0
     )
-    micro_batch: int = _key(32, "completions a backward pass", gt=0)
+    micro_batch: int = _key(32, "rows of max_new_tokens a backward pass; short completions share one", gt=0)
     share_prompt: bool = _key(True, "compute a prompt once for its kept completions, not once for each")
-    length_buckets: int = _key(
-        3, "completion lengths that micro-batches are padded to: limit, /2, /4 ...", gt=0
-    )
+    shapes: int = _key(2, "shapes of micro-batches: each compiles, more of them pad less", gt=0)
     logprob_chunk: int = _key(512, "positions whose logits exist at a time", gt=0)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from dash_jax import losses, model
 from dash_jax.logprobs import completion_logprobs
@@ -194,7 +194,7 @@ def accumulate(
             )
 
         # The number of micro-batches is a compiled constant; those that the filter left empty cost nothing.
-        return jax.lax.cond((batch.lengths > 0).any(), compute, lambda carry: carry, carry), None
+        return jax.lax.cond((batch.completion_ids >= 0).any(), compute, lambda carry: carry, carry), None
 
     zero = jnp.float32(0)
     sums = {"loss": zero, "tokens": zero, "entropy": zero, "kl": zero, "clipped": zero}
@@ -219,12 +219,14 @@ def loss(
         prompts=batch.prompts,
         prompt_lengths=batch.prompt_lengths,
         tokens=batch.tokens,
+        positions=batch.positions,
+        segments=batch.completion_ids,
         temperature=objective.temperature,
         chunk=objective.logprob_chunk,
     )
-    logprobs, entropy = map(_rows, score(params))
-    mask = losses.completion_mask(batch.lengths.reshape(-1), logprobs.shape[1])
-    sampled = _rows(batch.logprobs)
+    # A token's weight is that of its completion, so every token may stand for itself, as a row of length 1.
+    logprobs, entropy = map(_alone, score(params))
+    mask, sampled = _alone(batch.completion_ids >= 0), _alone(batch.logprobs)
     advantages, weights = batch.advantages.reshape(-1), batch.weights.reshape(-1)
     tokens = mask.sum(dtype=jnp.float32)
     sums = {"tokens": tokens, "entropy": jnp.where(mask, entropy, 0.0).sum(), "kl": jnp.float32(0)}
@@ -240,7 +242,7 @@ def loss(
         sums["clipped"] = aux["clipped"][0]
     if objective.kl_coefficient > 0:
         assert reference is not None, "a KL penalty needs the reference that `init_state` can keep"
-        target = jax.lax.stop_gradient(_rows(score(reference)[0]))
+        target = jax.lax.stop_gradient(_alone(score(reference)[0]))
         penalty, aux = losses.kl_penalty(
             logprobs, target, mask, weights=weights, estimator=objective.kl_estimator
         )
@@ -250,5 +252,5 @@ def loss(
     return value, (sums, gap)
 
 
-def _rows(x: Float[Array, "S G C"]) -> Float[Array, "B C"]:
-    return x.reshape(-1, x.shape[-1])
+def _alone(x: Shaped[Array, "S R W"]) -> Shaped[Array, "tokens 1"]:
+    return x.reshape(-1, 1)

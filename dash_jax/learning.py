@@ -14,7 +14,7 @@ import optax
 
 from dash_jax import learner, model
 from dash_jax.advantages import carries_signal, group_advantages
-from dash_jax.batching import bucket_widths, pack, padding_report
+from dash_jax.batching import pack, padding_report
 from dash_jax.checkpoint import Checkpoints
 from dash_jax.config import Config, Optimizer, Schedule
 from dash_jax.losses import row_weights
@@ -107,7 +107,7 @@ class Learning:
             batches = learning_batch(window, advantages[part], config, multiple_of=ways)
             state, metrics = self._update(state, batches)
             useful, computed = padding_report(batches)
-            kept = sum(int((batch.row_ids >= 0).sum()) for batch in batches)
+            kept = sum(int(((batch.completion_ids >= 0) & (batch.positions == 0)).sum()) for batch in batches)
             steps.append(
                 {name: float(value) for name, value in metrics.items()}
                 | {"kept_share": kept / config.optimizer_batch}
@@ -141,6 +141,6 @@ def learning_batch(
         keep,
         rows_per_micro_batch=config.learner.micro_batch,
         share_prompt=config.learner.share_prompt,
-        lengths=bucket_widths(limit, config.learner.length_buckets),
+        shapes=config.learner.shapes,
         multiple_of=multiple_of,
     )

@@ -23,27 +23,33 @@ def completion_logprobs(
     prompts: Int[Array, "S P"],
     prompt_lengths: Int[Array, " S"],
     tokens: Int[Array, "S G C"],
+    positions: Int[Array, "S G C"] | None = None,
+    segments: Int[Array, "S G C"] | None = None,
     *,
     temperature: float,
     chunk: int,
 ) -> tuple[Float[Array, "S G C"], Float[Array, "S G C"]]:
     """log p(token | prompt, tokens before it) and the entropy of that distribution, in nats, float32.
 
-    The prompt is computed once for its G completions. Values at or beyond a completion's length
-    are finite and mean nothing. Logits exist for about `chunk` positions at a time and are
+    The prompt is computed once for its G rows. A row is one completion or, with `segments` (which
+    completion a token belongs to) and `positions` (its place in it), several one behind the other. Values
+    of padding are finite and mean nothing. Logits exist for about `chunk` positions at a time and are
     computed again in the backward pass, so [S, G, C, V] never does.
     """
     S, G, C = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1])[None, None], (S, 1, prompts.shape[1]))
-    hidden, own = model.forward(params, config, prompts[:, None], positions)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(C)[None, None], (S, G, C))
+    of_prompts = jnp.broadcast_to(jnp.arange(prompts.shape[1])[None, None], (S, 1, prompts.shape[1]))
+    hidden, own = model.forward(params, config, prompts[:, None], of_prompts)
     last = jnp.maximum(prompt_lengths - 1, 0)[:, None, None, None]
-    first = jnp.broadcast_to(jnp.take_along_axis(hidden, last, axis=2), (S, G, 1, config.hidden_size))
+    first = jnp.broadcast_to(jnp.take_along_axis(hidden, last, axis=2), (S, G, C, config.hidden_size))
 
     context = Context(KeyValues(own.k[:, :, 0], own.v[:, :, 0]), prompt_lengths)
-    positions = jnp.broadcast_to(prompt_lengths[:, None, None] + jnp.arange(C)[None, None], (S, G, C))
-    hidden, _ = model.forward(params, config, tokens, positions, context)
-    # The state at a token predicts the next one; the prompt's last state predicts the first.
-    hidden = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
+    behind = prompt_lengths[:, None, None] + positions
+    hidden, _ = model.forward(params, config, tokens, behind, context, segments)
+    # The state at a token predicts the next one; the prompt's last state predicts a completion's first.
+    before = jnp.pad(hidden[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0)])
+    hidden = jnp.where(jnp.broadcast_to(positions[..., None] == 0, before.shape), first, before)
 
     def score(chunk: tuple[Float[Array, "S G c D"], Int[Array, "S G c"]]) -> tuple[jax.Array, jax.Array]:
         return _score(model.logits(params, config, chunk[0]) / temperature, chunk[1])

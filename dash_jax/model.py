@@ -167,10 +167,14 @@ def forward(
     tokens: Int[Array, "N G T"],
     positions: Int[Array, "N G T"],
     context: Context | None = None,
+    segments: Int[Array, "N G T"] | None = None,
 ) -> tuple[Float[Array, "N G T D"], KeyValues]:
-    """Hidden states after the final norm, and this block's keys and values of all layers (with a G axis)."""
+    """Hidden states after the final norm, and this block's keys and values of all layers (with a G axis).
+
+    With `segments` a row holds several sequences one behind the other, each of which sees itself alone.
+    """
     of_layers, length = (None, None) if context is None else context
-    result: Any = Decoder(config).apply({"params": params}, tokens, positions, of_layers, length)
+    result: Any = Decoder(config).apply({"params": params}, tokens, positions, segments, of_layers, length)
     return result
 
 
@@ -195,9 +199,13 @@ def decode_step(
     """
     x = _embed(params["embedding"], token[:, :, None], config)
     rotation = tuple(part[position][:, :, None] for part in rotations)
+    at = jnp.arange(past[0].k.shape[-1])[None, None, None, :]
+    visible = (at <= slot) & (at >= first[:, :, None, None])
     block, written = Block(config), []
     for weights, prompt, own in zip(params["layers"], prompts, past, strict=True):
-        result: Any = block.apply({"params": weights}, x, rotation, prompt, prompt_lengths, own, slot, first)
+        result: Any = block.apply(
+            {"params": weights}, x, rotation, visible, prompt, prompt_lengths, own, slot
+        )
         x, own = result
         written.append(own)
     return _rms_norm(x, params["final_norm"], config.norm_epsilon)[:, :, 0], written
@@ -233,6 +241,7 @@ class Decoder(nn.Module):
         self,
         tokens: Int[Array, "N G T"],
         positions: Int[Array, "N G T"],
+        segments: Int[Array, "N G T"] | None = None,
         context: KeyValues | None = None,
         context_length: Int[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "N G T D"], KeyValues]:
@@ -245,21 +254,20 @@ class Decoder(nn.Module):
             _remat(c.remat),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(nn.broadcast, 0, nn.broadcast),
+            in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )(c, name="layers")
         x = _embed(embedding, tokens, c)
-        x, own = layers(x, rotation(c, positions), context, context_length)
+        x, own = layers(x, rotation(c, positions), _causal(tokens, segments), context, context_length)
         return _rms_norm(x, final_norm, c.norm_epsilon), own
 
 
 class Block(nn.Module):
     """One layer: attention and gated MLP, each behind a norm and added to the residual stream.
 
-    Positions attend to the first `context_length` keys of the prompt and, causally, to their own
-    sequence: this block of T positions or, if `past` is given, `past` with the block written at `slot`,
-    of which a sample's part begins at `first`.
+    Positions attend to the first `context_length` keys of the prompt and to those `visible` of their own:
+    of this block of T positions or, if `past` is given, of `past` with the block written at `slot`.
     """
 
     config: ModelConfig
@@ -269,11 +277,11 @@ class Block(nn.Module):
         self,
         x: Float[Array, "N G T D"],
         rotation: Rotation,
+        visible: Bool[Array, "#N #G T S"],
         context: KeyValues | None,
         context_length: Int[Array, " N"] | None,
         past: KeyValues | None = None,
         slot: Int[Array, ""] | None = None,
-        first: Int[Array, "N G"] | None = None,
     ) -> tuple[Float[Array, "N G T D"], KeyValues]:
         c = self.config
         D, K, R, A, F = c.hidden_size, c.kv_heads, c.queries_per_key, c.head_size, c.mlp_size
@@ -293,7 +301,7 @@ class Block(nn.Module):
                 jax.lax.dynamic_update_slice_in_dim(past.k, own.k, slot, axis=-1),
                 jax.lax.dynamic_update_slice_in_dim(past.v, own.v, slot, axis=-2),
             )
-        h = _attend(q, own, _visible(x.shape[2], own.k.shape[-1], slot, first), context, context_length)
+        h = _attend(q, own, visible, context, context_length)
         x = x + self._linear("out", h, (K, R, A), (D,), ("kv_heads", None, None), ("embed",), c.out_bias)
 
         h = _rms_norm(x, norm("mlp_norm", (D,)), c.norm_epsilon)
@@ -411,13 +419,11 @@ def _rotate(x: Float[Array, "N G T *heads A"], rotation: Rotation) -> Float[Arra
     return jnp.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1).astype(x.dtype)
 
 
-def _visible(
-    positions: int, slots: int, slot: Int[Array, ""] | None, first: Int[Array, "N G"] | None
-) -> Bool[Array, "#N #G T S"]:
-    """Which own keys a position sees: those up to its own and, in a cache, from its sample's first on."""
-    at = jnp.arange(slots)[None, None, None, :]
-    causal = at <= jnp.arange(positions)[None, None, :, None] + (0 if slot is None else slot)
-    return causal if first is None else causal & (at >= first[:, :, None, None])
+def _causal(tokens: Int[Array, "N G T"], segments: Int[Array, "N G T"] | None) -> Bool[Array, "#N #G T T"]:
+    """Which positions of its row a position sees: itself and those before, of its own segment."""
+    at = jnp.arange(tokens.shape[2])
+    causal = (at[None, :] <= at[:, None])[None, None]
+    return causal if segments is None else causal & (segments[..., None, :] == segments[..., :, None])
 
 
 def _attend(

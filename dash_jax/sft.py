@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dash_jax import learner, weights
-from dash_jax.batching import bucket_widths, pack, padding_report
+from dash_jax.batching import pack, padding_report
 from dash_jax.checkpoint import Checkpoints, check_same_run, write_config
 from dash_jax.config import Config
 from dash_jax.learning import make_optimizer, start
@@ -126,7 +126,7 @@ def _batches(examples: Sequence[Example], config: Config, *, multiple_of: int) -
         every,
         rows_per_micro_batch=config.learner.micro_batch,
         share_prompt=False,
-        lengths=bucket_widths(limit, config.learner.length_buckets),
+        shapes=config.learner.shapes,
         multiple_of=multiple_of,
     )
 

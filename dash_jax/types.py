@@ -82,28 +82,28 @@ class Rollout:
 
 @flax.struct.dataclass
 class MicroBatches:
-    """What one optimizer step learns from: M micro-batches of S prompts with up to G rows each.
+    """What one optimizer step learns from: M micro-batches of S slots, a slot being a prompt and R rows.
 
-    All rows of a prompt that are in one micro-batch share one pass over the prompt.
-    Slots without a row have `lengths == 0` and `weights == 0`; a micro-batch without
-    any row is skipped by the learner. With G == 1 this is the plain layout of one
-    row a sample.
+    A row is W tokens wide and holds whole completions of the prompt, one behind the other. All rows of
+    a slot share one pass over the prompt; a completion sees its prompt and itself. Where
+    `completion_ids` is -1 there is no token, and everything else is 0. A micro-batch without any token is
+    skipped by the learner. With R == 1 and one completion a row this is the plain layout.
 
     `weights` already hold the denominator of the whole optimizer batch, so the loss is
 
-        sum over rows of weights * (sum over the row's tokens of the token loss)
+        sum over tokens of weights * (the token's loss)
 
     whatever the number of micro-batches, their order or their padding.
     """
 
     prompts: Int[Array, "M S P"]
     prompt_lengths: Int[Array, "M S"]
-    tokens: Int[Array, "M S G C"]
-    lengths: Int[Array, "M S G"]
-    logprobs: Float[Array, "M S G C"]  # of the sampler, at the sampling temperature
-    advantages: Float[Array, "M S G"]
-    weights: Float[Array, "M S G"]
-    row_ids: Int[Array, "M S G"]  # index n * G + g in the rollout, -1 where there is no row
+    tokens: Int[Array, "M S R W"]
+    positions: Int[Array, "M S R W"]  # of a token in its completion, from 0
+    completion_ids: Int[Array, "M S R W"]  # n * G + g in the rollout
+    logprobs: Float[Array, "M S R W"]  # of the sampler, at the sampling temperature
+    advantages: Float[Array, "M S R W"]
+    weights: Float[Array, "M S R W"]
 
 
 @flax.struct.dataclass

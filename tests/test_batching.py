@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_jax import batching, losses
+from dash_jax import batching
 from dash_jax.types import Rollout
 
 PROMPT_WIDTH = 3
@@ -23,11 +23,8 @@ class Batch:
     weights: np.ndarray
     keep: np.ndarray
 
-    def pack(self, *, buckets, **options):
-        lengths = batching.bucket_widths(self.rollout.tokens.shape[2], buckets)
-        return batching.pack(
-            self.rollout, self.advantages, self.weights, self.keep, lengths=lengths, **options
-        )
+    def pack(self, **options):
+        return batching.pack(self.rollout, self.advantages, self.weights, self.keep, **options)
 
 
 def batch_of(lengths, keep, limit):
@@ -67,28 +64,38 @@ layouts = st.fixed_dictionaries(
     {
         "rows_per_micro_batch": st.integers(1, 10),
         "share_prompt": st.booleans(),
-        "buckets": st.integers(1, 4),
+        "shapes": st.integers(1, 4),
         "multiple_of": st.integers(1, 3),
     }
 )
 
 
 def rows_in(packed):
-    """All rows of all micro-batches: id -> everything that stands in its place, padding cut off."""
+    """All completions of all micro-batches: id -> everything that stands in its place."""
     found = {}
-    for bucket in packed:
-        for m, s, g in zip(*np.nonzero(bucket.row_ids >= 0), strict=True):
-            row_id, length = int(bucket.row_ids[m, s, g]), int(bucket.lengths[m, s, g])
+    for shape in packed:
+        for m, s, r, start in zip(
+            *np.nonzero((shape.completion_ids >= 0) & (shape.positions == 0)), strict=True
+        ):
+            row_id = int(shape.completion_ids[m, s, r, start])
             assert row_id not in found
+            here = np.flatnonzero(shape.completion_ids[m, s, r] == row_id)
+            length = len(here)
+            assert here.tolist() == list(range(start, start + length))
+            assert shape.positions[m, s, r, here].tolist() == list(range(length))
+            for field in (shape.advantages, shape.weights):
+                assert len(set(field[m, s, r, here])) == 1
             found[row_id] = (
                 length,
-                bucket.tokens[m, s, g, :length].tolist(),
-                bucket.logprobs[m, s, g, :length].tolist(),
-                float(bucket.advantages[m, s, g]),
-                float(bucket.weights[m, s, g]),
-                bucket.prompts[m, s].tolist(),
-                int(bucket.prompt_lengths[m, s]),
+                shape.tokens[m, s, r, here].tolist(),
+                shape.logprobs[m, s, r, here].tolist(),
+                float(shape.advantages[m, s, r, start]),
+                float(shape.weights[m, s, r, start]),
+                shape.prompts[m, s].tolist(),
+                int(shape.prompt_lengths[m, s]),
             )
+    tokens = sum(int((shape.completion_ids >= 0).sum()) for shape in packed)
+    assert tokens == sum(length for length, *_ in found.values())
     return found
 
 
@@ -113,28 +120,33 @@ def test_case_19_every_kept_row_is_there_once_with_its_own_fields(batch, options
 
 @settings(max_examples=80, deadline=None)
 @given(batches(), layouts)
-def test_shapes_depend_on_sizes_only_and_micro_batches_are_filled(batch, options):
+def test_shapes_depend_on_sizes_only_and_micro_batches_are_filled_in_front(batch, options):
     packed = batch.pack(**options)
-    rows_per_slot = batch.keep.shape[1] if options["share_prompt"] else 1
-    longest = np.where(batch.keep, batch.rollout.lengths, 0).reshape(-1, rows_per_slot).max(axis=1)
-    narrower = 0
-    for bucket, width in zip(
-        packed, batching.bucket_widths(batch.rollout.tokens.shape[2], options["buckets"]), strict=True
-    ):
-        micro_batches, slots, rows = bucket.row_ids.shape
-        assert rows == rows_per_slot
+    prompts, group = batch.keep.shape
+    share, limit = options["share_prompt"], batch.rollout.tokens.shape[2]
+    ladder = batching.slot_shapes(group, limit, options["shapes"], share_prompt=share)
+    for shape, (rows, width) in zip(packed, ladder, strict=True):
+        micro_batches, slots = shape.prompt_lengths.shape
         assert slots % options["multiple_of"] == 0
         assert 0 <= slots * rows - options["rows_per_micro_batch"] < rows * options["multiple_of"]
-        assert micro_batches == math.ceil(len(longest) / slots)
-        assert bucket.tokens.shape == bucket.logprobs.shape == (micro_batches, slots, rows, width)
-        assert bucket.prompts.shape == (micro_batches, slots, PROMPT_WIDTH)
+        assert micro_batches == math.ceil(prompts * (math.ceil(group / rows) if share else group) / slots)
+        assert shape.tokens.shape == (micro_batches, slots, rows, width)
+        assert shape.prompts.shape == (micro_batches, slots, PROMPT_WIDTH)
+        used = (shape.completion_ids >= 0).any(axis=(2, 3)).ravel()
+        assert used.tolist() == sorted(used, reverse=True)
 
-        # As few as the slots of this bucket need, full but for the last, in front, sorted by length.
-        members = np.sort(longest[(longest > narrower) & (longest <= width)])
-        used = (bucket.row_ids >= 0).any(axis=2).ravel()
-        assert used.tolist() == [True] * len(members) + [False] * (used.size - len(members))
-        assert bucket.lengths.max(axis=2).ravel()[used].tolist() == members.tolist()
-        narrower = width
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), layouts)
+def test_no_two_rows_of_a_group_would_fit_into_one(batch, options):
+    packed = batch.pack(**{**options, "share_prompt": True})
+    filled = {}
+    for shape in packed:
+        for m, s, r in zip(*np.nonzero((shape.completion_ids >= 0).any(axis=3)), strict=True):
+            ids = shape.completion_ids[m, s, r]
+            filled.setdefault(int(ids[0]) // batch.keep.shape[1], []).append(int((ids >= 0).sum()))
+    for rows in filled.values():
+        assert sum(sorted(rows)[:2]) > batch.rollout.tokens.shape[2] or len(rows) == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -148,7 +160,7 @@ def test_both_layouts_hold_the_same_rows(batch, options):
 def test_rollout_of_jax_arrays_packs_alike():
     batch = batch_of(LENGTHS, KEEP, 16)
     on_device = dataclasses.replace(batch, rollout=jax.tree.map(jnp.asarray, batch.rollout))
-    options = {"rows_per_micro_batch": 2, "share_prompt": True, "buckets": 2}
+    options = {"rows_per_micro_batch": 2, "share_prompt": True, "shapes": 2}
     packed = on_device.pack(**options)
     assert rows_in(packed) == rows_in(batch.pack(**options))
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(packed))
@@ -157,47 +169,55 @@ def test_rollout_of_jax_arrays_packs_alike():
 @settings(max_examples=40, deadline=None)
 @given(batches(), layouts)
 def test_slots_without_a_row_are_blank(batch, options):
-    for bucket in batch.pack(**options):
-        empty = bucket.row_ids < 0
-        for field in (bucket.tokens, bucket.lengths, bucket.logprobs, bucket.advantages, bucket.weights):
-            assert not field[empty].any()
-        assert not bucket.prompts[empty.all(axis=2)].any()
-        assert (bucket.prompt_lengths[empty.all(axis=2)] == 1).all()
-        assert {field.dtype.name for field in vars(bucket).values()} == {"int32", "float32"}
+    for shape in batch.pack(**options):
+        empty = shape.completion_ids < 0
+        for name in ("tokens", "positions", "logprobs", "advantages", "weights"):
+            assert not getattr(shape, name)[empty].any()
+        assert not shape.prompts[empty.all(axis=(2, 3))].any()
+        assert (shape.prompt_lengths[empty.all(axis=(2, 3))] == 1).all()
+        assert {field.dtype.name for field in vars(shape).values()} == {"int32", "float32"}
 
 
 LENGTHS = [[3, 9], [2, 16], [5, 12]]
 KEEP = [[True, True], [True, False], [True, True]]
 
 
+def spans(shape):
+    """Of each micro-batch, slot and row the completions in it, with their lengths."""
+    return [
+        [
+            [[(int(i), int((row == i).sum())) for i in dict.fromkeys(row[row >= 0].tolist())] for row in slot]
+            for slot in micro_batch
+        ]
+        for micro_batch in shape.completion_ids
+    ]
+
+
 def test_shared_prompt_layout_by_hand():
-    packed = batch_of(LENGTHS, KEEP, 16).pack(rows_per_micro_batch=2, share_prompt=True, buckets=2)
-    assert [bucket.row_ids.tolist() for bucket in packed] == [
-        [[[2, -1]], [[-1, -1]], [[-1, -1]]],
-        [[[1, 0]], [[5, 4]], [[-1, -1]]],
-    ]
-    assert [bucket.lengths.tolist() for bucket in packed] == [
-        [[[2, 0]], [[0, 0]], [[0, 0]]],
-        [[[9, 3]], [[12, 5]], [[0, 0]]],
-    ]
-    # Three micro-batches are not empty, with 3 + 2 × 8, 3 + 2 × 16 and 3 + 2 × 16 positions; the prompts
-    # of the three slots hold 2, 1 and 3 tokens.
-    assert batching.padding_report(packed) == (2 + 2 + 1 + 9 + 3 + 3 + 12 + 5, 19 + 35 + 35)
+    # 9 + 3 fit into a row of 16, 12 + 5 do not: with one shape each group takes a slot of two rows.
+    (shape,) = batch_of(LENGTHS, KEEP, 16).pack(rows_per_micro_batch=2, share_prompt=True, shapes=1)
+    assert spans(shape) == [[[[(1, 9), (0, 3)], []]], [[[(2, 2)], []]], [[[(5, 12)], [(4, 5)]]]]
+    # With two shapes, two rows and one, a row alone takes a slot of one; two of those are a micro-batch.
+    two, one = batch_of(LENGTHS, KEEP, 16).pack(rows_per_micro_batch=2, share_prompt=True, shapes=2)
+    assert spans(two) == [[[[(5, 12)], [(4, 5)]]], [[[], []]], [[[], []]]]
+    assert spans(one) == [[[[(1, 9), (0, 3)]], [[(2, 2)]]], [[[]], [[]]], [[[]], [[]]]]
+    # Two micro-batches are not empty, with 3 + 2 × 16 and 2 × (3 + 16) positions; the slots' prompts hold
+    # 3, 1 and 2 tokens.
+    assert batching.padding_report((two, one)) == (3 + 17 + 1 + 12 + 2 + 2, 35 + 38)
 
 
 def test_plain_layout_by_hand():
-    packed = batch_of(LENGTHS, KEEP, 16).pack(rows_per_micro_batch=2, share_prompt=False, buckets=2)
-    assert [bucket.row_ids[..., 0].tolist() for bucket in packed] == [
-        [[2, 0], [4, -1], [-1, -1]],
-        [[1, 5], [-1, -1], [-1, -1]],
-    ]
-    # Prompts count for each row: 2 + 1 + 3 and 1 + 3; two micro-batches of 2 × (3 + 8), one of 2 × (3 + 16).
-    assert batching.padding_report(packed) == (6 + 2 + 3 + 5 + 4 + 9 + 12, 22 + 22 + 38)
+    wide, narrow = batch_of(LENGTHS, KEEP, 16).pack(rows_per_micro_batch=2, share_prompt=False, shapes=2)
+    assert spans(wide)[:1] == [[[[(1, 9)]], [[(5, 12)]]]]
+    assert spans(narrow)[:2] == [[[[(0, 3)]], [[(2, 2)]]], [[[(4, 5)]], [[]]]]
+    # Prompts count for each completion: 1 + 3 and 1 + 2 + 3; one micro-batch has 2 × (3 + 16) positions, two
+    # have 2 × (3 + 8).
+    assert batching.padding_report((wide, narrow)) == (4 + 9 + 12 + 6 + 3 + 2 + 5, 38 + 22 + 22)
 
 
 @pytest.mark.parametrize("share_prompt", [True, False])
 def test_case_17_nothing_kept_gives_the_same_shapes_without_rows(share_prompt):
-    options = {"rows_per_micro_batch": 4, "share_prompt": share_prompt, "buckets": 2}
+    options = {"rows_per_micro_batch": 4, "share_prompt": share_prompt, "shapes": 2}
     full = batch_of(LENGTHS, np.ones((3, 2)), 16).pack(**options)
     nothing = batch_of(LENGTHS, np.zeros((3, 2)), 16).pack(**options)
     for a, b in zip(full, nothing, strict=True):
@@ -212,45 +232,42 @@ def test_case_23_padding_id_in_prompt_and_completion_survives(share_prompt):
     # The end of sequence, padding and a token of the prompt are all id 0.
     batch.rollout.prompts[:] = [[5, 0, 6]]
     batch.rollout.tokens[:] = [[[8, 0, 0, 0]]]
-    (bucket,) = batch.pack(rows_per_micro_batch=1, share_prompt=share_prompt, buckets=1)
-    assert bucket.prompts.tolist() == [[[5, 0, 6]]]
-    assert (bucket.lengths.tolist(), bucket.tokens.tolist()) == ([[[2]]], [[[[8, 0, 0, 0]]]])
-    assert losses.completion_mask(jnp.asarray(bucket.lengths), 4).sum() == 2
+    (shape,) = batch.pack(rows_per_micro_batch=1, share_prompt=share_prompt, shapes=1)
+    assert shape.prompts.tolist() == [[[5, 0, 6]]]
+    assert shape.tokens.tolist() == [[[[8, 0, 0, 0]]]]
+    assert shape.completion_ids.tolist() == [[[[0, 0, -1, -1]]]]
 
 
 def test_case_33_log_probs_stay_beside_their_tokens():
     batch = batch_of(LENGTHS, KEEP, 16)
-    for bucket in batch.pack(rows_per_micro_batch=2, share_prompt=True, buckets=2):
+    for bucket in batch.pack(rows_per_micro_batch=2, share_prompt=True, shapes=2):
         np.testing.assert_allclose(bucket.logprobs, bucket.tokens / -1000, rtol=1e-6)
 
 
 def test_shared_prompts_compute_fewer_tokens():
     batch = batch_of(np.full((4, 4), 8), np.ones((4, 4)), 8)
     shared, plain = (
-        batching.padding_report(batch.pack(rows_per_micro_batch=4, share_prompt=share, buckets=1))[1]
+        batching.padding_report(batch.pack(rows_per_micro_batch=4, share_prompt=share, shapes=1))[1]
         for share in (True, False)
     )
     assert (shared, plain) == (4 * (3 + 4 * 8), 16 * (3 + 8))
 
 
-def test_bucket_widths():
-    assert batching.bucket_widths(64, 3) == (16, 32, 64)
-    assert batching.bucket_widths(100, 4) == (13, 25, 50, 100)
-    assert batching.bucket_widths(12, 3) == (8, 12)
-    assert batching.bucket_widths(5, 3) == (5,)
-    assert batching.bucket_widths(64, 1) == (64,)
+def test_slot_shapes():
+    shapes = batching.slot_shapes
+    assert shapes(8, 64, 3, share_prompt=True) == ((8, 64), (2, 64), (1, 64))
+    assert shapes(8, 64, 1, share_prompt=True) == ((8, 64),)
+    assert shapes(2, 64, 3, share_prompt=True) == ((2, 64), (1, 64))
+    assert shapes(8, 100, 4, share_prompt=False) == ((1, 100), (1, 50), (1, 25), (1, 13))
+    assert shapes(8, 12, 3, share_prompt=False) == ((1, 12), (1, 8))
+    assert shapes(8, 5, 3, share_prompt=False) == ((1, 5),)
 
 
-@pytest.mark.parametrize("lengths", [(8,), (16, 8), (8, 8, 16), (8, 32)])
-def test_widths_must_ascend_to_the_limit(lengths):
-    batch = batch_of(LENGTHS, KEEP, 16)
-    with pytest.raises(ValueError, match="the last the rollout's 16"):
-        batching.pack(
-            batch.rollout,
-            batch.advantages,
-            batch.weights,
-            batch.keep,
-            rows_per_micro_batch=2,
-            share_prompt=True,
-            lengths=lengths,
-        )
+@given(rows=st.integers(1, 12), group=st.integers(1, 12), prompt=st.integers(1, 100), count=st.integers(1, 3))
+def test_the_slots_of_a_group_are_the_cheapest(rows, group, prompt, count):
+    ladder = batching.slot_shapes(group, 10, count, share_prompt=True)
+    tokens, chosen = batching._cheapest(rows, prompt, ladder)
+    assert sum(shape.rows for shape in chosen) >= rows
+    assert tokens == sum(prompt + shape.rows * shape.width for shape in chosen)
+    for shape in ladder:  # no single shape does better
+        assert tokens <= math.ceil(rows / shape.rows) * (prompt + shape.rows * shape.width)

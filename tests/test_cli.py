@@ -13,7 +13,7 @@ _TINY = """
 model: {hidden_size: 16, layers: 2, heads: 2, kv_heads: 1, mlp_size: 32, max_positions: 64}
 task: {arithmetic: {levels: [1], train_size: 40, test_size: 10}}
 rollout: {prompts: 8, group_size: 4, max_prompt_tokens: 8, max_new_tokens: 12}
-learner: {micro_batch: 32, length_buckets: 1}
+learner: {micro_batch: 32, shapes: 1}
 algorithm: {filter: false}
 train: {steps: 2, save_every: 1, eval_every: 2}
 sft: {steps: 2, batch: 8}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import CONFIG, FAST_COMPILE, G, N, P
 
 from dash_jax import config as configuration
-from dash_jax import learner, learning, losses
+from dash_jax import learner, learning
 from dash_jax.learner import Objective
 from dash_jax.sharding import row_ways
 from dash_jax.types import Finish, MicroBatches, Rollout
@@ -64,7 +64,7 @@ def rollout():
 
 def settings_of(
     *, aggregation="token_mean", mask_truncated=False, filter=True, denominator="all",
-    micro_batch=6, share_prompt=True, buckets=1,
+    micro_batch=6, share_prompt=True, shapes=1,
 ):  # fmt: skip
     return configuration.from_dict({
         "model": {"max_positions": 64},
@@ -73,7 +73,7 @@ def settings_of(
             "aggregation": aggregation, "mask_truncated": mask_truncated, "filter": filter,
             "denominator": denominator,
         },
-        "learner": {"micro_batch": micro_batch, "share_prompt": share_prompt, "length_buckets": buckets},
+        "learner": {"micro_batch": micro_batch, "share_prompt": share_prompt, "shapes": shapes},
     })  # fmt: skip
 
 
@@ -230,14 +230,16 @@ def widened(width):
 @pytest.mark.parametrize(
     ("options", "width", "shape"),
     [
-        ({"micro_batch": 12}, 13, (1, N, G)),  # one micro-batch, prompts padded to 13
-        ({"micro_batch": 1, "share_prompt": False, "buckets": 2}, P, (12, 1, 1)),  # one row each, two widths
+        ({"micro_batch": 12}, 13, (1, N, G, LIMIT)),  # one micro-batch, prompts padded to 13
+        ({"micro_batch": 3, "shapes": 2}, P, (4, 1, G, LIMIT)),  # and slots of one row
+        # Each completion alone, in two widths.
+        ({"micro_batch": 1, "share_prompt": False, "shapes": 2}, P, (12, 1, 1, LIMIT)),
     ],
 )
 @pytest.mark.parametrize("name", ["k3"])
 def test_micro_batches_padding_and_sharing_change_nothing(name, options, width, shape):
     batches = batches_of(widened(width), **options)
-    assert batches[0].lengths.shape == shape
+    assert batches[0].tokens.shape == shape
     gradient, sums, gap = accumulator(name)(tiny.params(), reference(), batches)
     expected, expected_sums, expected_gap = gradient_and_sums(name)
     assert distance(gradient, expected) < 5e-6
@@ -283,7 +285,7 @@ def test_masking_truncated_rows_equals_leaving_them_out():
 def test_padding_reaches_nothing():
     # Whatever stands behind a completion or a prompt: NaN log-probs and other tokens.
     batch = batches_of()[0]
-    beyond = ~np.asarray(losses.completion_mask(batch.lengths, LIMIT))
+    beyond = np.asarray(batch.completion_ids) < 0
     behind = np.arange(P) >= np.asarray(batch.prompt_lengths)[..., None]
     spoilt = dataclasses.replace(
         batch,
@@ -317,9 +319,9 @@ def test_expected_kl_gradients_case_36():
 
     batch = MicroBatches(
         prompts=jnp.full((1, 1), 5, jnp.int32), prompt_lengths=jnp.ones(1, jnp.int32),
-        tokens=jnp.arange(2, dtype=jnp.int32).reshape(1, 2, 1), lengths=jnp.ones((1, 2), jnp.int32),
-        logprobs=jnp.zeros((1, 2, 1)), advantages=jnp.zeros((1, 2)), weights=jnp.array([[0.7, 0.3]]),
-        row_ids=jnp.arange(2, dtype=jnp.int32).reshape(1, 2),
+        tokens=jnp.arange(2, dtype=jnp.int32).reshape(1, 2, 1), positions=jnp.zeros((1, 2, 1), jnp.int32),
+        completion_ids=jnp.arange(2, dtype=jnp.int32).reshape(1, 2, 1), logprobs=jnp.zeros((1, 2, 1)),
+        advantages=jnp.zeros((1, 2, 1)), weights=jnp.array([[[0.7], [0.3]]]),
     )  # fmt: skip
 
     def loss(params, estimator):
@@ -343,8 +345,8 @@ def test_float32_sums_of_bfloat16_gradients():
 
     def only(index):
         keep = jnp.arange(2) == index
-        lengths = jnp.where(keep[:, None, None], batch.lengths, 0)
-        return run(tiny.params(), None, (dataclasses.replace(batch, lengths=lengths),))[0]
+        ids = jnp.where(keep[:, None, None, None], batch.completion_ids, -1)
+        return run(tiny.params(), None, (dataclasses.replace(batch, completion_ids=ids),))[0]
 
     one, two = only(0), only(1)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(both))
@@ -458,7 +460,7 @@ def test_nothing_to_learn_from_changes_nothing_case_17():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     batch = updater((1, 1, 1))[2][0]
-    spoilt = dataclasses.replace(batch, advantages=batch.advantages.at[0, 0, 0].set(bad))
+    spoilt = dataclasses.replace(batch, advantages=batch.advantages.at[0, 0, 0, 0].set(bad))
     assert not np.isfinite(skipped((spoilt,))["gradient_norm"])
 
 

@@ -19,7 +19,7 @@ from dash_jax.types import Finish, Rollout
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 
-def config_of(*, prompts=N, optimizer_batch=None, micro_batch=G, share_prompt=True, buckets=2, **algorithm):
+def config_of(*, prompts=N, optimizer_batch=None, micro_batch=G, share_prompt=True, shapes=2, **algorithm):
     return configuration.from_dict({
         "rollout": {
             "prompts": prompts, "group_size": G, "max_prompt_tokens": P, "max_new_tokens": C,
@@ -28,7 +28,7 @@ def config_of(*, prompts=N, optimizer_batch=None, micro_batch=G, share_prompt=Tr
         "algorithm": {"loss": "clipped", "advantage": "group_mean", **algorithm},
         "learner": {
             "optimizer_batch": optimizer_batch, "micro_batch": micro_batch, "share_prompt": share_prompt,
-            "length_buckets": buckets,
+            "shapes": shapes,
         },
         "optimizer": {"learning_rate": 0.0005},
     })  # fmt: skip
@@ -70,13 +70,17 @@ class Recorder:
 
 
 def rows_of(batches):
-    """(row id, fields) of every row in the micro-batches."""
+    """(completion id, fields) of every completion in the micro-batches."""
     for batch in batches:
-        for index in zip(*np.nonzero(batch.row_ids >= 0), strict=True):
-            yield int(batch.row_ids[index]), types.SimpleNamespace(
+        for index in zip(*np.nonzero((batch.completion_ids >= 0) & (batch.positions == 0)), strict=True):
+            *row, start = index
+            here = np.flatnonzero(batch.completion_ids[tuple(row)] == batch.completion_ids[index])
+            assert batch.positions[(*row, here)].tolist() == list(range(len(here)))
+            assert here.tolist() == list(range(start, start + len(here)))
+            yield int(batch.completion_ids[index]), types.SimpleNamespace(
                 prompt=batch.prompts[index[:2]], prompt_length=batch.prompt_lengths[index[:2]],
-                **{name: getattr(batch, name)[index] for name in (
-                    "tokens", "lengths", "logprobs", "advantages", "weights"
+                **{name: getattr(batch, name)[(*row, here)] for name in (
+                    "tokens", "logprobs", "advantages", "weights"
                 )},
             )  # fmt: skip
 
@@ -104,14 +108,13 @@ def test_windows_are_optimizer_steps_in_the_order_of_the_rollout_case_19(
             n, g = divmod(step * prompts_a_step * G + row_id, G)
             seen.add((n, g))
             length = rollout.lengths[n, g]
-            assert row.lengths == length
-            assert (row.tokens[:length] == n * G + g).all()
-            np.testing.assert_array_equal(row.logprobs[:length], rollout.logprobs[n, g, :length])
-            assert row.advantages == advantages[n, g]
+            assert row.tokens.tolist() == [n * G + g] * length
+            np.testing.assert_array_equal(row.logprobs, rollout.logprobs[n, g, :length])
+            assert (row.advantages == advantages[n, g]).all()
             assert (row.prompt == n).all()
             assert row.prompt_length == rollout.prompt_lengths[n]
             # The denominator is that of the window: all its tokens, those of filtered rows too.
-            assert row.weights == pytest.approx(1 / total)
+            np.testing.assert_allclose(row.weights, 1 / total, rtol=1e-6)
     assert seen == {(n, g) for n, g in np.ndindex(N, G) if advantages[n, g] != 0}
     assert metrics["kept_share"] == pytest.approx(8 / 12)
     assert metrics["loss"] == pytest.approx(np.mean(np.arange(1, steps + 1)))
@@ -200,26 +203,27 @@ def test_rows_meet_their_own_advantages_inside_the_loss_case_19(monkeypatch):
         batches = learning.learning_batch(rollout, advantages, config, multiple_of=1)
         seen.clear()
         for bucket in batches:
-            for m in range(len(bucket.lengths)):
+            for m in range(len(bucket.tokens)):
                 batch = jax.tree.map(lambda leaf, m=m: jnp.asarray(leaf[m]), bucket)
                 learner.loss({}, None, batch, config=CONFIG, objective=objective)
         rows = []
         for logprobs, old, of_row, mask, weights in (map(np.asarray, call) for call in seen):
-            for i in np.flatnonzero(mask.any(axis=1)):
-                row = int(of_row[i] - 0.5)
+            assert logprobs.shape == old.shape == mask.shape == (len(of_row), 1)
+            for row in np.unique((of_row[mask[:, 0]] - 0.5).astype(int)):
                 rows.append(row)
+                here = mask[:, 0] & (of_row == row + 0.5)
                 length = rollout.lengths.reshape(-1)[row]
-                assert mask[i].sum() == length
-                assert (logprobs[i][mask[i]] == row).all()
-                np.testing.assert_array_equal(old[i][mask[i]], rollout.logprobs.reshape(-1, C)[row, :length])
-                assert weights[i] == pytest.approx(1 / (12 * length))
+                assert here.sum() == length
+                assert (logprobs[here] == row).all()
+                np.testing.assert_array_equal(old[here, 0], rollout.logprobs.reshape(-1, C)[row, :length])
+                np.testing.assert_allclose(weights[here], 1 / (12 * length), rtol=1e-6)
         assert sorted(rows) == list(range(N * G))
 
 
 @functools.cache
 def _started():
     """Two optimizer steps a rollout, on real samples."""
-    config = config_of(optimizer_batch=2 * G, micro_batch=2 * G, buckets=1)
+    config = config_of(optimizer_batch=2 * G, micro_batch=2 * G, shapes=1)
     where = policy_of()
     with tiny.fast_jit():
         learn = learning.Learning(config, where)

@@ -16,7 +16,7 @@ model: {hidden_size: 16, layers: 2, heads: 2, kv_heads: 1, mlp_size: 32, max_pos
 task: {arithmetic: {levels: [1], train_size: 6, test_size: 4}}
 rollout: {prompts: 4, group_size: 4, max_prompt_tokens: 8, max_new_tokens: 8, temperature: 1.2}
 algorithm: {advantage: group_mean, filter: false, kl_coefficient: 0.1}
-learner: {micro_batch: 8, length_buckets: 2}
+learner: {micro_batch: 8, shapes: 2}
 optimizer: {learning_rate: 1e-2, schedule: linear, warmup_steps: 2}
 train: {steps: 6, save_every: 2, log_samples: 1}
 """

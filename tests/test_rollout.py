@@ -175,15 +175,15 @@ def test_ids_are_never_encoded_again_case_34(calls, monkeypatch):
     monkeypatch.setattr(Letters, "encode", None)  # nobody may even try
     settings = configuration.from_dict({
         "rollout": {"prompts": 2, "group_size": G, "max_prompt_tokens": 8, "max_new_tokens": C},
-        "learner": {"micro_batch": 6, "length_buckets": 1},
+        "learner": {"micro_batch": 6, "shapes": 1},
     })  # fmt: skip
     advantages = np.array([[1, -1, 2], [0.5, 1, -1.5]], np.float32)
     (batch,) = learning.learning_batch(got, advantages, settings, multiple_of=1)
-    kept = batch.row_ids >= 0
-    assert kept.sum() == 6
-    np.testing.assert_array_equal(batch.tokens[kept], tokens.reshape(6, C)[batch.row_ids[kept]])
-    np.testing.assert_array_equal(batch.logprobs[kept], got.logprobs.reshape(6, C)[batch.row_ids[kept]])
-    assert (batch.lengths[kept] == 3).all()
+    kept = batch.completion_ids >= 0
+    assert np.bincount(batch.completion_ids[kept]).tolist() == [3] * 6
+    where = batch.completion_ids[kept], batch.positions[kept]
+    np.testing.assert_array_equal(batch.tokens[kept], tokens.reshape(6, C)[where])
+    np.testing.assert_array_equal(batch.logprobs[kept], got.logprobs.reshape(6, C)[where])
 
 
 # --- the sampler's weights ----------------------------------------------------------------------
