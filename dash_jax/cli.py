@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -93,6 +94,21 @@ def _parser() -> argparse.ArgumentParser:
         choices=["float32", "bfloat16"],
         help="of the weights (default: as model.path has them)",
     )
+    sub = with_config(
+        "bench", _bench, "train DASH and GRPO from the same start, one after another, and compare"
+    )
+    sub.add_argument("--arms", metavar="A,B", help="some of grpo_paper,grpo_matched,dash_nofilter,dash")
+    sub.add_argument("--seeds", default="0", metavar="0,1,2", help="(default: %(default)s)")
+    sub.add_argument(
+        "--target", type=float, default=0.8, help="held-out accuracy to reach (default: %(default)s)"
+    )
+    sub.add_argument(
+        "--small-prompts",
+        type=int,
+        default=2,
+        metavar="N",
+        help="prompts an update of grpo_paper (default: 2)",
+    )
     with_config("config", _config, "print the resolved config with the meaning of every key")
     sub = verb(
         "report", _report, "draw a run's learning curve; with two evaluations, print and write their summary"
@@ -164,6 +180,22 @@ def _export(options: argparse.Namespace) -> None:
         dtype=options.dtype,
     )
     print(f"done: {options.out} holds {origin}")
+
+
+def _bench(options: argparse.Namespace) -> None:
+    config = configuration.load(options.config, options.overrides)
+    from dash_jax.bench import bench
+
+    if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
+        raise UserError(f"--seeds {options.seeds}: give whole numbers with commas, like 0,1,2")
+    page = bench(
+        config,
+        names=options.arms.split(",") if options.arms else None,
+        seeds=[int(seed) for seed in options.seeds.split(",")],
+        target=options.target,
+        small_prompts=options.small_prompts,
+    )
+    print(f"done: {page}, {page.with_suffix('.json')}")
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -129,6 +129,9 @@ class Rollout:
     stop: list[str] = _key([], "texts of one token that end a completion like the end-of-sequence token")
     temperature: float = _key(1.0, "divides the logits, in sampler, learner and reference alike", gt=0)
     memory_gb: float = _key(2.0, "caches and logits of the samples under way fit this, on each device", gt=0)
+    max_rows: int | None = _key(
+        None, "samples under way at once on each device; default: as many as memory_gb allows", gt=0
+    )
     engine: Engine = Field(default_factory=Engine)
 
 

@@ -93,8 +93,8 @@ class Learning:
         """One optimizer step for every `optimizer_batch` completions, in the order of the rollout.
 
         `rewards` is float[N, G], NaN where there is none. Returns the state, the advantages [N, G]
-        and metrics: means over the optimizer steps, weighted by nothing, as each is one step, and of
-        `logprob_gap` the largest.
+        and metrics: means over the optimizer steps, weighted by nothing, as each is one step, but of
+        `logprob_gap` the largest and of tokens the sum.
         """
         config, ways = self._config, row_ways(self._policy.mesh)
         scale_by_std = config.algorithm.advantage == "group_mean_std"
@@ -112,9 +112,13 @@ class Learning:
                 {name: float(value) for name, value in metrics.items()}
                 | {"kept_share": kept / config.optimizer_batch}
                 | {"padding_share": 1 - useful / computed if computed else 0.0}
+                | {"computed_tokens": float(computed)}
             )
         means = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
-        return state, advantages, means | {"logprob_gap": max(step["logprob_gap"] for step in steps)}
+        means["logprob_gap"] = max(step["logprob_gap"] for step in steps)
+        for name in ("computed_tokens", "learned_tokens"):
+            means[name] = sum(step[name] for step in steps)
+        return state, advantages, means
 
 
 def learning_batch(

@@ -155,6 +155,13 @@ def weight_axes(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     return nn.unbox(boxed), axes
 
 
+def matrix_weights(config: ModelConfig) -> int:
+    """Weights that every token is multiplied with: those of the layers' matrices and of the head."""
+    D, heads = config.hidden_size, config.kv_heads * (2 * config.queries_per_key + 2)
+    layer = D * heads * config.head_size + 3 * D * config.mlp_size
+    return config.layers * layer + config.vocab_size * D
+
+
 def weight_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     """Where each weight lies in training."""
     weights, axes = weight_axes(config)

@@ -200,7 +200,7 @@ def _draw_seconds(ax: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     steps = _column(lines, "step")
     edges = np.append(steps - 0.5, steps[-1] + 0.5)
     bottom = np.zeros(len(steps))
-    for phase, color in zip(PHASES, (_SKY, _PURPLE, _ORANGE, _GREY), strict=True):
+    for phase, color in zip(PHASES, (_SKY, _PURPLE, _ORANGE, _GREEN, _GREY), strict=True):
         top = bottom + np.nan_to_num(_column(lines, f"seconds_{phase}"))
         ax.stairs(top, edges, baseline=bottom, fill=True, color=color, alpha=0.85, label=phase)
         bottom = top

@@ -53,6 +53,7 @@ def roll_out(
     max_new_tokens: int,
     temperature: float,
     memory_gb: float,
+    max_rows: int | None = None,
     engine: Engine = Engine(),  # noqa: B008 - frozen
     rule: Rule = Rule(),  # noqa: B008 - frozen
     on_done: Callable[[int], None] = lambda samples: None,
@@ -63,6 +64,7 @@ def roll_out(
       weights: from `sampler_weights`.
       key: from `step_key`; with it, what is sampled for a problem does not depend on the others.
       memory_gb: for caches and logits of the samples under way, on each device.
+      max_rows: samples under way at once on each device, but no less than one group.
       on_done: told now and then how many completions have ended.
 
     Raises UserError where not even one prompt fits the budget.
@@ -75,11 +77,10 @@ def roll_out(
     )  # fmt: skip
     with jax.set_mesh(policy.mesh):
         keys = _keys(key, ids, group_size)
-    samples = generate(
-        sampler, prompts, lengths, keys,
-        engine=engine, capacity=chunk_prompts(policy.model, width, group_size, max_new_tokens, memory_gb),
-        on_done=on_done,
-    )  # fmt: skip
+    capacity = chunk_prompts(policy.model, width, group_size, max_new_tokens, memory_gb)
+    if max_rows is not None:
+        capacity = min(capacity, max(max_rows // group_size, 1))
+    samples = generate(sampler, prompts, lengths, keys, engine=engine, capacity=capacity, on_done=on_done)
     fields: Any = (ids, prompts, lengths, *samples)  # NumPy, where the record says jax.Array
     return Rollout(*fields)
 

@@ -44,7 +44,7 @@ _FIGURES = (
     ("kl", "kl {:.3g}"),
     ("tokens_per_second", "{:,.0f} tok/s"),
 )
-PHASES = ("sampling", "reward", "learning", "other")  # metrics keys seconds_<phase>
+PHASES = ("sampling", "reward", "learning", "evaluation", "other")  # metrics keys seconds_<phase>
 
 
 class Tracker:

@@ -15,6 +15,7 @@ from dash_jax.checkpoint import Checkpoints, check_same_run, write_config
 from dash_jax.config import Config
 from dash_jax.evaluate import evaluate, held_out
 from dash_jax.learning import Learning
+from dash_jax.model import ModelConfig, matrix_weights
 from dash_jax.policy import describe
 from dash_jax.rewards import score
 from dash_jax.rollout import chunk_prompts, padded_width, roll_out, sampler_weights, step_key, texts
@@ -53,7 +54,7 @@ def train(config: Config) -> None:
                 weights, policy, batch, step_key(config.seed, "train", step),
                 group_size=config.rollout.group_size, max_new_tokens=config.rollout.max_new_tokens,
                 temperature=config.rollout.temperature, memory_gb=config.rollout.memory_gb,
-                engine=config.rollout.engine,
+                max_rows=config.rollout.max_rows, engine=config.rollout.engine,
             )  # fmt: skip
             del weights  # they may be the buffers that the update donates
             clock.lap("sampling")
@@ -72,11 +73,13 @@ def train(config: Config) -> None:
 
             line = _rollout_metrics(rollout, rewards, grades) | learned
             line["ungraded"] = sum(failures.values())
+            line["flops"] = _flops(policy.model, rollout, learned["computed_tokens"])
+            clock.lap("other")
             if tests and (step + 1) % config.train.eval_every == 0:
                 weights = sampler_weights(state.params, policy)
                 line["eval_accuracy"] = evaluate(weights, policy, task, tests, config).accuracy
                 del weights
-            clock.lap("other")
+                clock.lap("evaluation")
             seconds = clock.seconds()
             line["tokens_per_second"] = float(rollout.lengths.sum()) / seconds["seconds_sampling"]
             tracker.log(step, line | seconds)
@@ -98,6 +101,15 @@ def _rollout_metrics(rollout: Rollout, rewards: np.ndarray, grades: list[Grade])
         "length": float(np.mean(rollout.lengths)),
         "truncated": float(np.mean(np.asarray(rollout.finish) == Finish.LENGTH)),
     }
+
+
+def _flops(described: ModelConfig, rollout: Rollout, computed_tokens: float) -> float:
+    """Of the matrix products with weights: 2 a weight and token forward, 6 forward and backward.
+
+    Padding of the learner counts, recomputation, attention and the sampler's idle rows do not.
+    """
+    sampled = float(rollout.lengths.sum() + rollout.prompt_lengths.sum())
+    return matrix_weights(described) * (2 * sampled + 6 * computed_tokens)
 
 
 def _records(

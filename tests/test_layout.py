@@ -22,7 +22,7 @@ _ROWS = (
     {"engine", "report"},
     {"rollout"},
     {"learning", "evaluate"},
-    {"sft", "trainer"},
+    {"sft", "trainer", "bench"},
     {"cli"},
     {"__main__"},
 )

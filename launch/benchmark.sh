@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# DASH against GRPO on a small task: the same warm start, the same problems, several ways of training.
+#
+#   bash launch/benchmark.sh [dash-jax bench options] [section.key=value ...]     for instance --seeds 0,1,2
+#
+# Leaves runs/bench/bench.json and runs/bench/bench.html. Stopped half-way, it keeps the arms that are done.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+install ""
+
+config=configs/bench_quickstart.yaml
+dash-jax sft "$config"
+dash-jax bench "$config" model.path=runs/bench/sft/model --target 0.6 "$@"
