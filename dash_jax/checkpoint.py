@@ -84,10 +84,19 @@ class Checkpoints:
         _wait_for_all(f"checkpoint {step} is complete")
 
     def latest(self) -> int | None:
-        """The newest complete step, None without any. Half-written ones above it are logged."""
+        """The newest complete step, None without any. Half-written ones above it are logged.
+
+        UserError if all that were ever complete are damaged: to begin again would delete them.
+        """
         newest = -1
         if jax.process_index() == 0:
             newest = max(self._complete(), default=-1)
+            sealed = [folder for _, folder in sorted(self._folders()) if (folder / _SEAL).exists()]
+            if newest < 0 and sealed:
+                raise UserError(
+                    f"{sealed[-1]}: the checkpoint is damaged ({_fault(sealed[-1])}) and there is no other; "
+                    "restore it, or delete the folder to begin at step 0"
+                )
             for step, folder in sorted(self._folders()):
                 if step > newest:
                     _log.warning("%s: half-written checkpoint is skipped (%s)", folder, _fault(folder))
@@ -161,7 +170,7 @@ class Checkpoints:
         if fault:
             raise UserError(
                 f"{folder}: the checkpoint is damaged ({fault}); delete this folder and start again, "
-                "the run goes on from the checkpoint before it"
+                "the run goes on from the checkpoint before it, if there is one"
             )
         return folder
 
@@ -186,7 +195,10 @@ def write_config(directory: str | pathlib.Path, config: Config) -> None:
     """The resolved config, as the run directory's config.yaml."""
     if jax.process_index() == 0:
         path = pathlib.Path(directory) / "config.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run={directory}: cannot be made ({error.strerror}); name another") from None
         temporary = path.with_name("config.yaml.tmp")
         temporary.write_text(to_yaml(config), encoding="utf-8")
         temporary.replace(path)

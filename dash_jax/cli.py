@@ -34,7 +34,15 @@ A run that was stopped goes on where it was: give the same command again.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    # Settings may stand behind an option too, where argparse leaves them over.
+    options, left = _parser().parse_known_args(arguments)
+    settings = [
+        one for one in left if "=" in one and not one.startswith("-") and hasattr(options, "overrides")
+    ]
+    if len(settings) < len(left):
+        _parser().error(f"unrecognized arguments: {' '.join(one for one in left if one not in settings)}")
+    if settings:
+        options.overrides = [*options.overrides, *settings]
     console = Console(stderr=True)
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
@@ -140,6 +148,8 @@ def _sft(options: argparse.Namespace) -> None:
 
 def _eval(options: argparse.Namespace) -> None:
     config = configuration.load(options.config, options.overrides)
+    if pathlib.Path(options.name).name != options.name:
+        raise UserError(f"--name {options.name}: give the name of a file in the run directory, without /")
     from dash_jax import evaluate
     from dash_jax.policy import describe
     from dash_jax.report import evaluation_table
@@ -170,7 +180,7 @@ def _export(options: argparse.Namespace) -> None:
     from dash_jax.policy import describe
 
     policy = describe(config)
-    params, origin = _weights(config, policy, start=False)
+    params, origin = _weights(config, policy, needed=True)
     weights.save(
         options.out,
         params,
@@ -186,6 +196,8 @@ def _bench(options: argparse.Namespace) -> None:
     config = configuration.load(options.config, options.overrides)
     from dash_jax.bench import bench
 
+    if options.small_prompts < 1:
+        raise UserError(f"--small-prompts {options.small_prompts}: give 1 or more")
     if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
         raise UserError(f"--seeds {options.seeds}: give whole numbers with commas, like 0,1,2")
     page = bench(
@@ -215,7 +227,9 @@ def _report(options: argparse.Namespace) -> None:
     print(f"learning curve: {report.learning_curve(run, **accuracies)}")
 
 
-def _weights(config: configuration.Config, policy: Any, *, start: bool) -> tuple[dict[str, Any], str]:
+def _weights(
+    config: configuration.Config, policy: Any, *, start: bool = False, needed: bool = False
+) -> tuple[dict[str, Any], str]:
     """The newest checkpoint of the run, or the starting weights where there is none; and what they are."""
     import jax
 
@@ -225,6 +239,8 @@ def _weights(config: configuration.Config, policy: Any, *, start: bool) -> tuple
 
     checkpoints = Checkpoints(pathlib.Path(config.run) / "checkpoints", keep=config.train.keep_checkpoints)
     newest = None if start else checkpoints.latest()
+    if newest is None and needed:
+        raise UserError(f"run={config.run}: there is no checkpoint in it; train first, or name another run")
     if newest is None:
         return starting_weights(config, policy), config.model.path or "random weights"
     like = jax.tree.map(

@@ -110,7 +110,7 @@ class Engine:
     """What the rollout engine does between two segments of decoding. None of it changes what is sampled."""
 
     segment_tokens: int = _key(
-        32, "tokens between two looks of the host at the samples; 0: no look, all below is off", ge=0
+        32, "tokens between two looks of the host at the samples; 0: no look, nothing grows or moves", ge=0
     )
     share_prefix: bool = _key(True, "the samples of a group attend to one copy of their prompt together")
     grow_cache: bool = _key(True, "the cache grows with the oldest sample, instead of being read in full")
@@ -127,7 +127,7 @@ class Rollout:
     max_prompt_tokens: int = _key(64, "longer prompts are dropped, counted and logged", gt=0)
     max_new_tokens: int = _key(64, "a completion is cut there", gt=0)
     stop: list[str] = _key([], "texts of one token that end a completion like the end-of-sequence token")
-    temperature: float = _key(1.0, "divides the logits, in sampler, learner and reference alike", gt=0)
+    temperature: float = _key(1.0, "divides the logits, in sampler, learner and reference alike", ge=1e-3)
     memory_gb: float = _key(2.0, "caches and logits of the samples under way fit this, on each device", gt=0)
     max_rows: int | None = _key(
         None, "samples under way at once on each device; default: as many as memory_gb allows", gt=0
@@ -220,7 +220,7 @@ class Sft:
 class Eval:
     problems: int | None = _key(None, "use only the first so many held-out problems", gt=0)
     samples: int = _key(1, "sampled completions of each problem", ge=0)
-    temperature: float = _key(1.0, "of the sampled completions", gt=0)
+    temperature: float = _key(1.0, "of the sampled completions", ge=1e-3)
     top_p: float = _key(1.0, "of the sampled completions", gt=0, le=1)
     top_k: int = _key(0, "of the sampled completions; 0 is off", ge=0)
     greedy: bool = _key(True, "also one completion of highest probability at each position")

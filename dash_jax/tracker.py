@@ -156,7 +156,8 @@ def _is_console(handler: logging.Handler) -> bool:
 def read_lines(path: str | pathlib.Path) -> list[dict[str, Any]]:
     """All lines of a JSON Lines file of ours, none if there is no file.
 
-    A line that is no JSON (the last one of a run that was killed while writing it) is left out and logged.
+    A line that is no JSON record (the last one of a run that was killed while writing it) is left out and
+    logged.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -164,9 +165,12 @@ def read_lines(path: str | pathlib.Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
-            if text:
-                lines.append(json.loads(text))
+            line = json.loads(text) if text else None
         except ValueError:
+            line = text
+        if isinstance(line, dict):
+            lines.append(line)
+        elif line is not None:
             _log.warning("%s:%d: half-written line is left out", path, number)
     return lines
 

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # DASH against GRPO on a small task: the same warm start, the same problems, several ways of training.
 #
-#   bash launch/benchmark.sh [dash-jax bench options] [section.key=value ...]     for instance --seeds 0,1,2
+#   bash launch/benchmark.sh [dash-jax bench options]       for instance --seeds 0,1,2 --target 0.6
 #
 # Leaves runs/bench/bench.json and runs/bench/bench.html. Stopped half-way, it keeps the arms that are done.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+  sed -n '2,6p' launch/benchmark.sh
+  exit 0
+fi
 source launch/environment.sh
 install ""
 

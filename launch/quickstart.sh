@@ -8,6 +8,14 @@
 # after.jsonl with every completion, metrics.jsonl, checkpoints/. Stopped half-way, it goes on where it was.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+for argument in "$@"; do
+  if [[ "$argument" != *=* ]]; then
+    sed -n '2,8p' launch/quickstart.sh
+    [[ "$argument" == -h || "$argument" == --help ]] && exit 0
+    echo "launch/quickstart.sh: $argument is no section.key=value" >&2
+    exit 2
+  fi
+done
 source launch/environment.sh
 install ""
 

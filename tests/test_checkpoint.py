@@ -170,6 +170,13 @@ def test_every_changed_file_is_named_case_44(checkpoints, mesh):
     assert checkpoints.latest() == 1
 
 
+def test_the_only_checkpoint_is_not_thrown_away_when_it_is_damaged(checkpoints):
+    checkpoints.save(1, _state(1), {})
+    (checkpoints.directory / "1" / "files.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"1: the checkpoint is damaged \(files\.json is no JSON\)"):
+        checkpoints.latest()
+
+
 def _without_norm(state):
     return state.replace(params={name: leaf for name, leaf in state.params.items() if name != "norm"})
 

@@ -137,6 +137,23 @@ def test_missing_config_file_and_missing_arguments(capsys):
     assert exit_.value.code == 2
 
 
+def test_settings_may_stand_behind_an_option(tiny, tmp_path, capsys):
+    assert "rollout.promts" in _refused(capsys, "eval", tiny[0], "--start", "rollout.promts=3")
+    with pytest.raises(SystemExit) as error:
+        main(["eval", *tiny, "--start", "--nonsense"])
+    assert error.value.code == 2
+    assert "--nonsense" in capsys.readouterr().err
+
+
+def test_what_would_be_wrong_or_lost_is_refused_first(tiny, tmp_path, capsys):
+    assert "there is no checkpoint in it" in _refused(capsys, "export", *tiny, "--out", str(tmp_path / "out"))
+    assert "--name ../x" in _refused(capsys, "eval", *tiny, "--name", "../x")
+    assert "--small-prompts 0" in _refused(capsys, "bench", *tiny, "--small-prompts", "0")
+    assert "--seeds x" in _refused(capsys, "bench", *tiny, "--seeds", "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
+    assert "cannot be made" in _refused(capsys, "train", tiny[0], f"run={tiny[0]}")
+
+
 def test_report_without_a_run(tmp_path, capsys):
     assert "metrics.jsonl" in _refused(capsys, "report", str(tmp_path))
 

@@ -56,7 +56,7 @@ def test_the_tree_is_frozen():
         ("rollout.prompts=2.5", "rollout.prompts=2.5: input should be a valid integer"),
         ("rollout.prompts=true", "rollout.prompts=True: input should be a valid integer"),
         ("rollout.prompts=0", "rollout.prompts=0: input should be greater than 0"),
-        ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
+        ("rollout.temperature=0", "rollout.temperature=0: input should be greater than or equal to 0.001"),
         ("rollout.temperature=.nan", "rollout.temperature=nan: input should be a finite number"),
         ("rollout=3", "rollout=3: input should be an object"),
         ("rollout.prompts.x=3", "rollout.prompts=a section: input should be a valid integer"),
