@@ -16,33 +16,22 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from step import PROMPT_TOKENS, SHAPES, ending_ids, random_policy
+from workload import random_policy, random_problems, workload_parser
 
 from dash_jax import model
 from dash_jax.config import Engine
 from dash_jax.policy import Policy
 from dash_jax.rollout import roll_out, sampler_weights, step_key
-from dash_jax.types import Problem
 
 SWITCHES = ("share_prefix", "grow_cache", "compact", "refill")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=SHAPES, default="S")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--mean-length", type=float, help="of the completions; default: all at the limit")
+    parser = workload_parser(__doc__)
     parser.add_argument("--max-rows", type=int, help="samples under way at once; default: all")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
     options = parser.parse_args()
 
     rates = run(options)
@@ -69,9 +58,7 @@ def variants(options: argparse.Namespace) -> dict[str, Engine]:
 
 def run(options: argparse.Namespace) -> dict[str, float]:
     """Completion tokens a second of each variant, median over the repeats."""
-    policy = random_policy(options.model, "full")
-    if options.mean_length:
-        policy = policy._replace(stop_ids=ending_ids(options, policy.model.vocab_size))
+    policy = random_policy(options, "full")
     params = jax.jit(lambda key: model.init(policy.model, key))(jax.random.key(0))
     weights = sampler_weights(params, policy)
     engines = variants(options)
@@ -88,10 +75,9 @@ def run(options: argparse.Namespace) -> dict[str, float]:
 
 
 def once(policy: Policy, weights: Any, engine: Engine, options: argparse.Namespace, seed: int) -> float:
-    ids = np.random.default_rng(seed).integers(3, policy.model.vocab_size, (options.prompts, PROMPT_TOKENS))
-    problems = [Problem(i, "random", "", "", prompt_ids=tuple(row)) for i, row in enumerate(ids.tolist())]
     rollout = roll_out(
-        weights, policy, problems, step_key(0, "train", seed), group_size=options.group_size,
+        weights, policy, random_problems(options, policy, seed), step_key(0, "train", seed),
+        group_size=options.group_size,
         max_new_tokens=options.new_tokens, temperature=1.0, memory_gb=8.0, max_rows=options.max_rows,
         engine=engine,
     )  # fmt: skip

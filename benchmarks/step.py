@@ -8,7 +8,8 @@
 16 prompts of 48 tokens, 8 completions of exactly 128 tokens each (no end-of-sequence token), float32.
 With `--mean-length` some ids of the vocabulary end a completion, so that lengths are geometric, cut at the
 limit. The reward is a rule on token ids, so nothing but the sampler and the learner takes time. The median
-of `--repeats` steps is printed and the fastest beside it; the first step, which compiles, is shown apart.
+of `--repeats` steps is printed and the fastest beside it; the first step, which compiles, is shown apart
+and the second left out.
 """
 
 from __future__ import annotations
@@ -26,38 +27,23 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from workload import PROMPT_TOKENS, random_policy, random_problems, workload_parser
 
 from dash_jax import config, learner, model
 from dash_jax.learning import Learning
 from dash_jax.policy import Policy
 from dash_jax.rollout import roll_out, sampler_weights, step_key
-from dash_jax.sharding import make_mesh
 from dash_jax.timing import Clock
-from dash_jax.types import Problem, TrainState
-
-SHAPES = {
-    "S": {"hidden_size": 256, "layers": 8, "heads": 8, "kv_heads": 2, "mlp_size": 1024, "vocab_size": 4096},
-    "M": {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 2, "mlp_size": 2048, "vocab_size": 32000},
-}
-PROMPT_TOKENS = 48
+from dash_jax.types import TrainState
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=SHAPES, default="S")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser = workload_parser(__doc__)
     parser.add_argument("--micro-batch", type=int, default=16, help="completions a backward pass")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots")
     parser.add_argument("--shapes", type=int, default=1, help="of micro-batches")
     parser.add_argument("--constant-groups", type=float, default=0.0, help="share of groups to be filtered")
-    parser.add_argument("--mean-length", type=float, help="of the completions; default: all at the limit")
     parser.add_argument("--without", default="", help="switches of the engine to turn off, comma-separated")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
     options = parser.parse_args()
 
     steps = run(options)
@@ -79,19 +65,15 @@ def run(options: argparse.Namespace) -> list[dict[str, float]]:
         "learner": {"micro_batch": options.micro_batch, "shapes": options.shapes},
         "optimizer": {"learning_rate": 1e-6},
     })  # fmt: skip
-    policy = random_policy(options.model, options.remat)
-    if options.mean_length:
-        policy = policy._replace(stop_ids=ending_ids(options, policy.model.vocab_size))
+    policy = random_policy(options, options.remat)
     off = [name for name in options.without.split(",") if name]
     engine = dataclasses.replace(settings.rollout.engine, **dict.fromkeys(off, False))
     state, learning = random_state(policy, settings)
-    generator = np.random.default_rng(0)
     steps = []
     for step in track(
         range(options.repeats + 2), description=f"model {options.model}", console=Console(stderr=True)
     ):
-        ids = generator.integers(3, policy.model.vocab_size, (options.prompts, PROMPT_TOKENS))
-        problems = [Problem(i, "random", "", "", prompt_ids=tuple(row)) for i, row in enumerate(ids.tolist())]
+        problems = random_problems(options, policy, step)
         clock = Clock()
         rollout = roll_out(
             sampler_weights(state.params, policy), policy, problems, step_key(0, "train", step),
@@ -106,30 +88,6 @@ def run(options: argparse.Namespace) -> list[dict[str, float]]:
         clock.lap("learning")
         steps.append(clock.seconds() | {"tokens": float(rollout.lengths.sum())})
     return steps
-
-
-def random_policy(name: str, remat: str) -> Policy:
-    shape = SHAPES[name]
-    described = model.ModelConfig(
-        **shape,
-        known_ids=shape["vocab_size"],
-        head_size=shape["hidden_size"] // shape["heads"],
-        qkv_bias=True,
-        remat=remat,  # type: ignore[arg-type]
-    )
-    # No tokenizer: nothing is decoded. No id stops: every completion has the full length.
-    return Policy(make_mesh(), None, described, stop_ids=(-1,))  # type: ignore[arg-type]
-
-
-def ending_ids(options: argparse.Namespace, vocabulary: int) -> tuple[int, ...]:
-    """So many ids that a model which finds all tokens about alike ends after `mean_length` on average."""
-
-    def mean(ids: int) -> float:
-        share = ids / vocabulary
-        return (1 - (1 - share) ** options.new_tokens) / share
-
-    count = min(range(1, vocabulary), key=lambda ids: abs(mean(ids) - options.mean_length))
-    return tuple(range(3, 3 + count))
 
 
 def random_state(policy: Policy, settings: config.Config) -> tuple[TrainState, Learning]:

@@ -21,17 +21,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import scipy.stats
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from dash_jax.config import Config, to_yaml
+from dash_jax.report import PHASE_COLORS
 from dash_jax.tracker import PHASES, read_lines
 from dash_jax.types import RunError, UserError
 
 _COUNTED = tuple(phase for phase in PHASES if phase != "evaluation")
-_COLORS = {"sampling": "#56B4E9", "reward": "#CC79A7", "learning": "#D55E00", "other": "#7F7F7F"}
 
 
 def arms(config: Config, *, small_prompts: int) -> dict[str, Config]:
@@ -195,7 +196,7 @@ def _interval(values: Sequence[float]) -> str:
     mean = statistics.fmean(values)
     if len(values) == 1:
         return f"{mean:.1%}"
-    quantile = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}.get(len(values), 2.6)
+    quantile = scipy.stats.t.ppf(0.975, len(values) - 1)
     return f"{mean:.1%} ± {100 * quantile * statistics.stdev(values) / math.sqrt(len(values)):.1f}"
 
 
@@ -280,7 +281,7 @@ def _phase_picture(document: dict[str, Any]) -> bytes:
             statistics.fmean(run["seconds_by_phase"][phase] for run in document["runs"] if run["arm"] == name)
             for name in names
         ]
-        axes.barh(names, seconds, left=left, label=phase, color=_COLORS[phase])
+        axes.barh(names, seconds, left=left, label=phase, color=PHASE_COLORS[phase])
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds for the same number of samples, compilation included")

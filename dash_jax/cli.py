@@ -35,12 +35,13 @@ A run that was stopped goes on where it was: give the same command again.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     # Settings may stand behind an option too, where argparse leaves them over.
-    options, left = _parser().parse_known_args(arguments)
+    parser = _parser()
+    options, left = parser.parse_known_args(arguments)
     settings = [
         one for one in left if "=" in one and not one.startswith("-") and hasattr(options, "overrides")
     ]
     if len(settings) < len(left):
-        _parser().error(f"unrecognized arguments: {' '.join(one for one in left if one not in settings)}")
+        parser.error(f"unrecognized arguments: {' '.join(one for one in left if one not in settings)}")
     if settings:
         options.overrides = [*options.overrides, *settings]
     console = Console(stderr=True)

@@ -14,14 +14,13 @@ import dataclasses
 import difflib
 import json
 import pathlib
-import re
 from typing import Any, Literal
 
 import pydantic
-import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from dash_jax.config_yaml import read_tree, yaml_lines
 from dash_jax.types import UserError
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -261,22 +260,8 @@ def load(path: str | pathlib.Path | None, overrides: list[str] | tuple[str, ...]
 
     Raises UserError with one line that names the file, the key and the mend.
     """
-    tree: dict[str, Any] = {}
     where = str(path) if path is not None else "defaults"
-    if path is not None:
-        try:
-            tree = _parse_yaml(pathlib.Path(path).read_text(encoding="utf-8"), where) or {}
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such config file; see configs/ for examples") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); give a UTF-8 YAML file") from None
-        if not isinstance(tree, dict):
-            raise UserError(
-                f"{path}: holds a {type(tree).__name__}; a config is `section:` lines with keys below"
-            )
-    for override in overrides:
-        _apply_override(tree, override)
-    return from_dict(tree, where)
+    return from_dict(read_tree(path, overrides), where)
 
 
 def from_dict(tree: dict[str, Any], where: str = "config") -> Config:
@@ -291,7 +276,7 @@ def from_dict(tree: dict[str, Any], where: str = "config") -> Config:
 
 def to_yaml(config: Config) -> str:
     """The resolved config with each key's description as a comment."""
-    return "".join(_yaml_lines(config, indent=0))
+    return "".join(yaml_lines(config))
 
 
 def _check(config: Config, where: str) -> None:
@@ -365,48 +350,6 @@ def check_positions(config: Config, positions: int, name: str, where: str = "con
         )
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two mends: `1e-5` is a number, and a key that stands twice is refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
-
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{where}:{line} {error.problem}; mend the YAML") from None
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise UserError(
-            f"override {override!r}: write section.key=value, rollout.temperature=0.9 for instance"
-        )
-    *sections, name = key.split(".")
-    for section in sections:
-        if tree.get(section) is None:
-            tree[section] = {}
-        tree = tree[section]
-        if not isinstance(tree, dict):
-            raise UserError(f"override {override!r}: {section} is a value, not a section")
-    tree[name] = _parse_yaml(text, f"override {override!r}")
-
-
 def _explain(errors: list[Any]) -> str:
     """The first of pydantic's errors as one line: key, value, mend."""
     error = errors[0]
@@ -434,18 +377,3 @@ def _keys_at(path: list[str]) -> list[str]:
     for part in path:
         node = getattr(node, part)
     return [field.name for field in dataclasses.fields(node)]
-
-
-def _yaml_lines(section: Any, indent: int) -> list[str]:
-    lines = []
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        pad = "  " * indent
-        if dataclasses.is_dataclass(value):
-            lines += [f"{pad}{field.name}:\n", *_yaml_lines(value, indent + 1)]
-            continue
-        text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
-        text = text.removesuffix("...\n").strip()
-        description = section.__pydantic_fields__[field.name].description
-        lines.append(f"{pad}{field.name}: {text}" + (f"  # {description}" if description else "") + "\n")
-    return lines

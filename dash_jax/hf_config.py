@@ -12,7 +12,8 @@ import math
 import pathlib
 from typing import Any, Literal, NoReturn
 
-from dash_jax.model import ModelConfig, Rope
+from dash_jax.model import ModelConfig
+from dash_jax.rope import Rope
 from dash_jax.types import UserError
 
 # What transformers assumes of each family where config.json says nothing.

@@ -17,39 +17,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
+from dash_jax.rope import Rope, Rotation, rotate, rotation
 from dash_jax.sharding import constrain, spec
 from dash_jax.types import Key
 
 _PROJECTION = "projection"  # what the rematerialisation policy "dots" saves
 _MASKED = -1e30  # finite, so that 0 × masked is 0 in entropies and gradients
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding. `kind` is Hugging Face's rope_type."""
-
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_positions: int = 0  # before the extension by `factor`
-    low_frequency_factor: float = 1.0  # llama3
-    high_frequency_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: scales cosine and sine
-    truncate: bool = True  # yarn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +53,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm on the heads of queries and keys (Qwen3)
     norm_epsilon: float = 1e-6
-    rope: Rope = Rope()
+    rope: Rope = Rope()  # noqa: RUF009 - frozen
     max_positions: int = 1024
     dtype: str = "float32"  # of the computation
     remat: Literal["none", "dots", "full"] = "full"
@@ -97,43 +80,6 @@ class Context(NamedTuple):
 
     layers: KeyValues  # leading axis L, no G axis
     lengths: Int[Array, " N"]
-
-
-Rotation = tuple[Float[Array, "*rows half"], Float[Array, "*rows half"]]  # cosine and sine
-
-
-def rotation_frequencies(rope: Rope, head_size: int) -> tuple[np.ndarray, float]:
-    """Angle per position of each pair of channels [A/2], float32, and the scale of cosine and sine.
-
-    Formulas: linear (arXiv 2306.15595), yarn (arXiv 2309.00071), llama3 (Llama 3.1's
-    piecewise scaling). `dynamic` changes nothing up to `original_positions`, and
-    `weights.model_config` refuses to go beyond.
-    """
-    exponents = np.arange(0, head_size, 2, dtype=np.float64) / head_size
-    frequencies = rope.theta**-exponents
-    scale = 1.0
-    if rope.kind == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.kind == "llama3":
-        wavelengths = 2 * math.pi / frequencies
-        low, high = rope.low_frequency_factor, rope.high_frequency_factor
-        smooth = np.clip((rope.original_positions / wavelengths - low) / (high - low), 0.0, 1.0)
-        frequencies = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
-    elif rope.kind == "yarn":
-
-        def channel(rotations: float) -> float:
-            period = rope.original_positions / (rotations * 2 * math.pi)
-            return head_size * math.log(period) / (2 * math.log(rope.theta))
-
-        low, high = channel(rope.beta_fast), channel(rope.beta_slow)
-        if rope.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_size - 1)
-        ramp = (np.arange(head_size // 2) - low) / ((high - low) or 0.001)
-        keep = 1 - np.clip(ramp, 0.0, 1.0)
-        frequencies = frequencies / rope.factor * (1 - keep) + frequencies * keep
-        scale = rope.attention_factor
-    return frequencies.astype(np.float32), scale
 
 
 def init(config: ModelConfig, key: Key) -> dict[str, Any]:
@@ -266,7 +212,9 @@ class Decoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: None},
         )(c, name="layers")
         x = _embed(embedding, tokens, c)
-        x, own = layers(x, rotation(c, positions), _causal(tokens, segments), context, context_length)
+        x, own = layers(
+            x, rotation(c.rope, c.head_size, positions), _causal(tokens, segments), context, context_length
+        )
         return _rms_norm(x, final_norm, c.norm_epsilon), own
 
 
@@ -301,8 +249,8 @@ class Block(nn.Module):
         if c.qk_norm:
             q = _rms_norm(q, norm("q_norm", (A,)), c.norm_epsilon)
             k = _rms_norm(k, norm("k_norm", (A,)), c.norm_epsilon)
-        q = _rotate(q, rotation) * jnp.asarray(A**-0.5, q.dtype)
-        own = KeyValues(_rotate(k, rotation).transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4))
+        q = rotate(q, rotation) * jnp.asarray(A**-0.5, q.dtype)
+        own = KeyValues(rotate(k, rotation).transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4))
         if past is not None and slot is not None:
             own = KeyValues(
                 jax.lax.dynamic_update_slice_in_dim(past.k, own.k, slot, axis=-1),
@@ -409,21 +357,6 @@ def _rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], epsilon: float
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
     return (y * jnp.broadcast_to(weight.astype(jnp.float32), y.shape)).astype(x.dtype)
-
-
-def rotation(config: ModelConfig, positions: Int[Array, "*rows"]) -> Rotation:
-    """Cosines and sines of the rotary embedding at these positions."""
-    frequencies, scale = rotation_frequencies(config.rope, config.head_size)
-    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
-
-
-def _rotate(x: Float[Array, "N G T *heads A"], rotation: Rotation) -> Float[Array, "N G T *heads A"]:
-    """Rotates channel i with channel i + A/2, in float32."""
-    heads = tuple(range(3, x.ndim - 1))
-    cosine, sine = (jnp.expand_dims(part, heads) for part in rotation)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1).astype(x.dtype)
 
 
 def _causal(tokens: Int[Array, "N G T"], segments: Int[Array, "N G T"] | None) -> Bool[Array, "#N #G T T"]:

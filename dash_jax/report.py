@@ -21,6 +21,7 @@ from dash_jax.types import UserError
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
 _PURPLE, _SKY, _GREY = "#CC79A7", "#56B4E9", "#7F7F7F"
+PHASE_COLORS = dict(zip(PHASES, (_SKY, _PURPLE, _ORANGE, _GREEN, _GREY), strict=True))
 _ABOVE: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 4, "frameon": False}
 
 
@@ -200,7 +201,7 @@ def _draw_seconds(ax: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     steps = _column(lines, "step")
     edges = np.append(steps - 0.5, steps[-1] + 0.5)
     bottom = np.zeros(len(steps))
-    for phase, color in zip(PHASES, (_SKY, _PURPLE, _ORANGE, _GREEN, _GREY), strict=True):
+    for phase, color in PHASE_COLORS.items():
         top = bottom + np.nan_to_num(_column(lines, f"seconds_{phase}"))
         ax.stairs(top, edges, baseline=bottom, fill=True, color=color, alpha=0.85, label=phase)
         bottom = top

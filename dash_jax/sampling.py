@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dash_jax import model
 from dash_jax.model import KeyValues, ModelConfig
+from dash_jax.rope import rotation
 from dash_jax.types import Finish, Key
 
 _BLOCK = 128  # tokens summed together in the first level of the inverse CDF
@@ -168,7 +169,7 @@ def decode(
     has its own keys in the n - 1 slots before.
     """
     layers = {**params, "layers": model.unstack(params["layers"], config.layers)}
-    rotations = model.rotation(config, jnp.arange(prompts.layers[0].k.shape[-1] + limit))
+    rotations = rotation(config.rope, config.head_size, jnp.arange(prompts.layers[0].k.shape[-1] + limit))
     blank = jnp.zeros((*rows.token.shape, steps))
     start = (Decoded(blank.astype(jnp.int32), blank, jnp.int32(0)), rows, past)
 

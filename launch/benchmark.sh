@@ -13,6 +13,7 @@ fi
 source launch/environment.sh
 install ""
 
-config=configs/bench_quickstart.yaml
-dash-jax sft "$config"
-dash-jax bench "$config" model.path=runs/bench/sft/model --target 0.6 "$@"
+# 60 updates of 512 completions and what equals them; a constant rate, so that the number of steps does not matter.
+config=(configs/quickstart.yaml run=runs/bench optimizer.schedule=constant train.steps=60 train.eval_every=5)
+dash-jax sft "${config[@]}"
+dash-jax bench "${config[@]}" model.path=runs/bench/sft/model --target 0.6 "$@"

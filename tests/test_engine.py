@@ -13,20 +13,11 @@ from tiny import CONFIG, G
 from dash_jax import engine, rollout
 from dash_jax.config import Engine
 from dash_jax.policy import Policy
-from dash_jax.types import Problem
 
 PROMPTS, LIMIT, SEGMENT = 7, 10, 3
 PLAIN = Engine(segment_tokens=0)
 ALL = Engine(segment_tokens=SEGMENT)
 SWITCHES = ("share_prefix", "grow_cache", "compact", "refill")
-
-
-def problems_of(lengths, seed=0):
-    prompts, _ = tiny.prompts_of(lengths, seed)
-    return [
-        Problem(id=10 * n + 3, task="test", prompt="", answer="", prompt_ids=tuple(map(int, row[:length])))
-        for n, (row, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
 
 
 @functools.cache
@@ -61,7 +52,7 @@ def assert_same(got, expected):
     off=st.sampled_from([None, *SWITCHES]),
 )
 def test_every_switch_gives_the_plain_samples(lengths, seed, eos_ids, fitting, off):
-    problems = problems_of(lengths, seed)
+    problems = tiny.problems_of(lengths, seed)
     switched = dataclasses.replace(ALL, **({off: False} if off else {}))
     got = roll_out(problems, switched, fitting=fitting, eos_ids=eos_ids, seed=seed)
     assert_same(got, roll_out(problems, PLAIN, eos_ids=eos_ids, seed=seed))
@@ -69,12 +60,12 @@ def test_every_switch_gives_the_plain_samples(lengths, seed, eos_ids, fitting, o
 
 @pytest.mark.parametrize("shape", tiny.MESHES)
 def test_devices_rearrange_their_own_rows(shape):
-    problems = problems_of([5, 8, 2, 7, 1, 4, 3])
+    problems = tiny.problems_of([5, 8, 2, 7, 1, 4, 3])
     assert_same(roll_out(problems, ALL, fitting=1, shape=shape), roll_out(problems, PLAIN))
 
 
 def test_one_token_and_no_tokens_to_wait_for():
-    problems = problems_of([5, 8, 2])
+    problems = tiny.problems_of([5, 8, 2])
     everything_ends = range(CONFIG.known_ids)
     got = roll_out(problems, ALL, fitting=1, eos_ids=everything_ends)
     assert (got.lengths == 1).all()
@@ -104,33 +95,33 @@ LENGTHS = [5, 8, 2, 7, 1, 4, 3]
 
 
 def test_the_cache_grows_with_the_oldest_sample(trace):
-    roll_out(problems_of(LENGTHS), dataclasses.replace(ALL, compact=False), eos_ids=())
+    roll_out(tiny.problems_of(LENGTHS), dataclasses.replace(ALL, compact=False), eos_ids=())
     assert [width for _, _, width in trace[0]] == [3, 6, 9]
     trace[0].clear()
-    roll_out(problems_of(LENGTHS), dataclasses.replace(ALL, compact=False, grow_cache=False), eos_ids=())
+    roll_out(tiny.problems_of(LENGTHS), dataclasses.replace(ALL, compact=False, grow_cache=False), eos_ids=())
     assert [width for _, _, width in trace[0]] == [LIMIT] * 3
 
 
 def test_samples_that_go_on_move_together(trace):
-    got = roll_out(problems_of(LENGTHS), ALL, eos_ids=range(12))
+    got = roll_out(tiny.problems_of(LENGTHS), ALL, eos_ids=range(12))
     rows = [rows for _, rows, _ in trace[0]]
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] < rows[0] == PROMPTS * G
     for (live, rows, _), sampled in zip(trace[0], (1, 4, 7), strict=False):
         assert live == (got.lengths > sampled).sum() <= rows
     trace[0].clear()
-    roll_out(problems_of(LENGTHS), dataclasses.replace(ALL, compact=False), eos_ids=range(12))
+    roll_out(tiny.problems_of(LENGTHS), dataclasses.replace(ALL, compact=False), eos_ids=range(12))
     assert {rows for _, rows, _ in trace[0]} == {PROMPTS * G}
 
 
 def test_waiting_prompts_take_the_rows_of_finished_samples(trace):
-    refilled = roll_out(problems_of(LENGTHS), ALL, fitting=2, eos_ids=range(8))
+    refilled = roll_out(tiny.problems_of(LENGTHS), ALL, fitting=2, eos_ids=range(8))
     segments, prefills = list(trace[0]), list(trace[1])
     assert sum(real for real, _ in prefills) == PROMPTS
     assert max(rows for _, rows, _ in segments) == 2 * G
     trace[0].clear()
     no_refill = dataclasses.replace(ALL, refill=False)
-    chunked = roll_out(problems_of(LENGTHS), no_refill, fitting=2, eos_ids=range(8))
+    chunked = roll_out(tiny.problems_of(LENGTHS), no_refill, fitting=2, eos_ids=range(8))
     assert_same(refilled, chunked)
     assert len(segments) < len(trace[0])
 
@@ -148,7 +139,7 @@ def test_waiting_prompts_take_the_rows_of_finished_samples(trace):
 def test_without_refill_chunks_are_equal_and_filled_up(trace, prompts, shape, fitting, sizes):
     told = []
     roll_out(
-        problems_of(LENGTHS[:prompts]), dataclasses.replace(ALL, refill=False),
+        tiny.problems_of(LENGTHS[:prompts]), dataclasses.replace(ALL, refill=False),
         shape=shape, fitting=fitting, on_done=told.append,
     )  # fmt: skip
     assert [size for _, size in trace[1]] == sizes

@@ -12,6 +12,7 @@ _ROOT = pathlib.Path(dash_jax.__file__).parent
 # From the bottom up: a module imports only from rows above its own in this list.
 _ROWS = (
     {"types"},
+    {"config_yaml", "rope"},
     {"config", "sharding", "timing", "losses", "advantages", "metrics"},
     {"batching", "model"},
     {"sampling", "logprobs"},
@@ -27,6 +28,7 @@ _ROWS = (
     {"__main__"},
 )
 _PURE = (
+    "rope",
     "sharding",
     "model",
     "sampling",

@@ -10,9 +10,9 @@ import subprocess
 
 import jax
 import pytest
-import yaml
 
 from dash_jax import config as configuration
+from dash_jax import config_yaml
 from dash_jax.cli import main
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -34,7 +34,7 @@ def test_the_snippet_prints_what_stands_below_it():
 
 def test_the_config_of_the_readme_loads():
     for block in re.findall(r"```yaml\n(.*?)```", _README, re.DOTALL):
-        configuration.from_dict(yaml.load(block, configuration._Loader))
+        configuration.from_dict(config_yaml.parse_yaml(block, "README.md"))
 
 
 def test_every_verb_and_file_of_the_readme_exists(capsys):

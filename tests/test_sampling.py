@@ -373,14 +373,6 @@ def test_greedy_takes_the_most_probable_token_untempered_case_30():
 LENGTHS = [5, 8, 2, 7, 1, 4]
 
 
-def problems_of(lengths=LENGTHS, seed=0):
-    prompts, _ = tiny.prompts_of(lengths, seed)
-    return [
-        Problem(id=10 * n + 3, task="test", prompt="", answer="", prompt_ids=tuple(map(int, row[:length])))
-        for n, (row, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-
-
 @functools.cache
 def policy_on(shape):
     policy = Policy(tiny.mesh_of(*shape), None, CONFIG, (4, 9))
@@ -400,7 +392,7 @@ def roll_out(problems, *, shape=(1, 1, 1), group_size=G, chunk=8, step=0):
 
 @functools.cache
 def plain():
-    return roll_out(problems_of())
+    return roll_out(tiny.problems_of(LENGTHS))
 
 
 def assert_same(got, expected):
@@ -413,28 +405,28 @@ def test_groups_hold_distinct_completions_and_steps_differ_case_21():
     for row in plain().tokens:
         assert len({tuple(tokens) for tokens in row.tolist()}) > 1
     assert (plain().lengths < C).any(), "no completion ends early: the tests below see too little"
-    again, other = roll_out(problems_of()), roll_out(problems_of(), step=1)
+    again, other = roll_out(tiny.problems_of(LENGTHS)), roll_out(tiny.problems_of(LENGTHS), step=1)
     jax.tree.map(np.testing.assert_array_equal, again, plain())  # a resumed step: the same to the bit
     assert (other.tokens != plain().tokens).any(axis=(1, 2)).all()
 
 
 def test_one_prompt_twice_is_two_problems_case_21():
-    twins = [problems_of()[0]] * 2
+    twins = [tiny.problems_of(LENGTHS)[0]] * 2
     twins[1] = Problem(id=99, task="test", prompt="", answer="", prompt_ids=twins[0].prompt_ids)
-    got = roll_out([*twins, *problems_of()[2:]])
+    got = roll_out([*twins, *tiny.problems_of(LENGTHS)[2:]])
     assert (got.tokens[0] != got.tokens[1]).any()
 
 
 def test_samples_do_not_depend_on_the_order_of_prompts_and_on_chunks():
     order = [3, 0, 5, 1, 4, 2]
-    shuffled = [problems_of()[i] for i in order]
+    shuffled = [tiny.problems_of(LENGTHS)[i] for i in order]
     assert_same(roll_out(shuffled), jax.tree.map(lambda leaf: leaf[order], plain()))
-    assert_same(roll_out(problems_of(), chunk=2), plain())
+    assert_same(roll_out(tiny.problems_of(LENGTHS), chunk=2), plain())
 
 
 def test_samples_do_not_depend_on_padding_and_a_smaller_group_is_the_beginning_of_a_larger_one():
     longer = Problem(id=77, task="test", prompt="", answer="", prompt_ids=(1,) * 11)
-    got = roll_out([*problems_of()[:5], longer], group_size=2)
+    got = roll_out([*tiny.problems_of(LENGTHS)[:5], longer], group_size=2)
     assert got.prompts.shape[1] == 12
     for name in ("tokens", "lengths", "finish"):
         np.testing.assert_array_equal(getattr(got, name)[:5], getattr(plain(), name)[:5, :2])
@@ -443,7 +435,7 @@ def test_samples_do_not_depend_on_padding_and_a_smaller_group_is_the_beginning_o
 
 @pytest.mark.parametrize("shape", tiny.MESHES)
 def test_samples_do_not_depend_on_the_devices(shape):
-    got = roll_out(problems_of(), shape=shape)  # 6 prompts over 8 or 4 devices: two fillers
+    got = roll_out(tiny.problems_of(LENGTHS), shape=shape)  # 6 prompts over 8 or 4 devices: two fillers
     assert_same(got, plain())
 
 

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file, save_file
 
-from dash_jax import hf_config, hf_tensors, model, weights
+from dash_jax import hf_config, hf_tensors, model, rope, weights
 from dash_jax.model import Context, KeyValues, ModelConfig
 from dash_jax.sharding import AXES, make_mesh
 from dash_jax.tokenization import CharacterTokenizer, HuggingFaceTokenizer
@@ -108,7 +108,7 @@ def three_ways(params, config, tokens, completions):
     prompts = model.unstack(context.layers, config.layers)
     layered = {**params, "layers": model.unstack(params["layers"], config.layers)}
 
-    rotations = model.rotation(config, jnp.arange(tokens.shape[1] + C))
+    rotations = rope.rotation(config.rope, config.head_size, jnp.arange(tokens.shape[1] + C))
 
     def step(past, slot):
         token, position = completions[:, :, slot], jnp.broadcast_to(LENGTHS[:, None] + slot, (N, G))
@@ -439,7 +439,7 @@ def test_rope_equals_that_of_transformers(name, style):
     else:
         tree["rope_parameters"] = rope
     config = hf_config.parse(json.loads(json.dumps(tree)), "here", **ARGUMENTS)
-    ours, scale = model.rotation_frequencies(config.rope, config.head_size)
+    ours, scale = rope.rotation_frequencies(config.rope, config.head_size)
     theirs = transformers.LlamaConfig(**{key: value for key, value in tree.items() if key != "model_type"})
     kind = theirs.rope_parameters["rope_type"]
     formula = ROPE_INIT_FUNCTIONS.get(kind, LlamaRotaryEmbedding.compute_default_rope_parameters)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from dash_jax import model, sampling
 from dash_jax.model import ModelConfig
 from dash_jax.sharding import AXES
+from dash_jax.types import Problem
 
 CONFIG = ModelConfig(
     vocab_size=40, known_ids=37, hidden_size=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp_size=48,
@@ -60,6 +61,15 @@ def prompts_of(lengths, seed, width=P, rest=0):
     tokens = rng.integers(0, CONFIG.known_ids, (len(lengths), width)).astype(np.int32)
     lengths = np.asarray(lengths, np.int32)
     return np.where(np.arange(width) < lengths[:, None], tokens, np.int32(rest)), lengths
+
+
+def problems_of(lengths, seed=0):
+    """Problems with those prompts, under ids that are not their places."""
+    prompts, _ = prompts_of(lengths, seed)
+    return [
+        Problem(id=10 * n + 3, task="test", prompt="", answer="", prompt_ids=tuple(map(int, row[:length])))
+        for n, (row, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
 
 
 _keys = jax.jit(sampling.sample_keys, static_argnums=2)
