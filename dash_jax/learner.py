@@ -74,11 +74,7 @@ def make_optimizer(
 
 def _decayed(params: dict[str, Any]) -> dict[str, Any]:
     """Weight decay is for matrices: not for norms and biases."""
-
-    def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        return not path[-1].key.endswith(("norm", "bias"))
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: model.is_matrix(path), params)
 
 
 def init_state(

@@ -55,7 +55,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     rope: Rope = Rope()  # noqa: RUF009 - frozen
     max_positions: int = 1024
-    dtype: str = "float32"  # of the computation
+    dtype: str = "float32"  # of what is multiplied with matrices; sums and everything else are float32
     remat: Literal["none", "dots", "full"] = "full"
 
     @property
@@ -106,6 +106,11 @@ def matrix_weights(config: ModelConfig) -> int:
     D, heads = config.hidden_size, config.kv_heads * (2 * config.queries_per_key + 2)
     layer = D * heads * config.head_size + 3 * D * config.mlp_size
     return config.layers * layer + config.vocab_size * D
+
+
+def is_matrix(path: tuple[Any, ...]) -> bool:
+    """Whether the weight at this path of the parameters is a matrix, not a norm or a bias."""
+    return not path[-1].key.endswith(("norm", "bias"))
 
 
 def weight_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
@@ -173,11 +178,8 @@ def logits(
     params: dict[str, Any], config: ModelConfig, hidden: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows V"]:
     """Float32 logits; ids that the tokenizer does not have get a huge negative one."""
-    if config.tied:
-        head, contraction = params["embedding"], "...d,vd->...v"
-    else:
-        head, contraction = params["head"], "...d,dv->...v"
-    scores = jnp.einsum(contraction, hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    head = params["embedding"] if config.tied else params["head"]
+    scores = _project(hidden, head, 1, config.dtype, config.tied)
     if config.known_ids == config.vocab_size:
         return scores
     known = jnp.arange(config.vocab_size) < config.known_ids
@@ -249,8 +251,8 @@ class Block(nn.Module):
         if c.qk_norm:
             q = _rms_norm(q, norm("q_norm", (A,)), c.norm_epsilon)
             k = _rms_norm(k, norm("k_norm", (A,)), c.norm_epsilon)
-        q = rotate(q, rotation) * jnp.asarray(A**-0.5, q.dtype)
-        own = KeyValues(rotate(k, rotation).transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4))
+        q, k, v = (x.astype(c.dtype) for x in (rotate(q, rotation) * A**-0.5, rotate(k, rotation), v))
+        own = KeyValues(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4))
         if past is not None and slot is not None:
             own = KeyValues(
                 jax.lax.dynamic_update_slice_in_dim(past.k, own.k, slot, axis=-1),
@@ -276,10 +278,10 @@ class Block(nn.Module):
         bias: bool,
     ) -> Float[Array, "..."]:
         weight = _weight(self, name, inputs + outputs, input_axes + output_axes)
-        y = _project(x, weight.astype(x.dtype), len(inputs))
+        y = _project(x, weight, len(inputs), self.config.dtype)
         if bias:
             b = _weight(self, f"{name}_bias", outputs, output_axes, nn.initializers.zeros)
-            y = y + jnp.broadcast_to(b.astype(x.dtype), y.shape)
+            y = y + jnp.broadcast_to(b.astype(y.dtype), y.shape)
         return checkpoint_name(y, _PROJECTION)
 
 
@@ -294,29 +296,47 @@ def _weight(
     return weight
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _project(x: Float[Array, "..."], weight: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
-    """Contracts the last `inputs` axes of x with the first of `weight`; the rest of x are rows.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _project(
+    x: Float[Array, "..."], weight: Float[Array, "..."], inputs: int, dtype: str, flipped: bool = False
+) -> Float[Array, "..."]:
+    """Contracts the last `inputs` axes of x with the first (if `flipped`, the last) of `weight`, in `dtype`.
 
-    Its own gradient, because JAX's computes that of the weight as gradient^T x whatever the widths. A product
-    over rows makes XLA:CPU write out its left side transposed, and here that is the narrower of the two.
+    The other axes of x are rows. Sums are float32, those of the gradients too, which JAX's own would round.
     """
-    return jnp.tensordot(x, weight, axes=inputs)
+    weight = weight.astype(dtype)
+    if flipped:
+        weight = jnp.moveaxis(weight, range(-inputs, 0), range(inputs))
+    return _dot(x.astype(dtype), weight, inputs)
 
 
-def _project_forward(x: jax.Array, weight: jax.Array, inputs: int) -> tuple[jax.Array, Any]:
-    return _project(x, weight, inputs), (x, weight)
+def _dot(a: jax.Array, b: jax.Array, axes: Any) -> jax.Array:
+    return jnp.tensordot(a, b, axes=axes, preferred_element_type=jnp.float32)
 
 
-def _project_backward(inputs: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _project_forward(
+    x: jax.Array, weight: jax.Array, inputs: int, dtype: str, flipped: bool
+) -> tuple[jax.Array, Any]:
+    return _project(x, weight, inputs, dtype, flipped), (x.astype(dtype), weight)
+
+
+def _project_backward(
+    inputs: int, dtype: str, flipped: bool, saved: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
+    gradient, rows = gradient.astype(dtype), tuple(range(x.ndim - inputs))
     outputs = weight.ndim - inputs
-    rows = tuple(range(x.ndim - inputs))
-    flipped = jnp.moveaxis(weight, range(inputs), range(outputs, weight.ndim))
-    of_x = jnp.tensordot(gradient, flipped, axes=outputs)
-    if x.size <= gradient.size:
-        return of_x, jnp.tensordot(x, gradient, axes=(rows, rows))
-    of_weight = jnp.tensordot(gradient, x, axes=(rows, rows))
+    back = weight.astype(dtype)
+    if not flipped:
+        back = jnp.moveaxis(back, range(inputs), range(outputs, weight.ndim))
+    of_x = _dot(gradient, back, outputs)
+    if flipped:
+        return of_x, _dot(gradient, x, (rows, rows))
+    if x.size <= gradient.size or dtype != "float32":
+        return of_x, _dot(x, gradient, (rows, rows))
+    # A product over rows makes XLA:CPU write out its left side transposed; better the narrower of the two.
+    # (In bfloat16 it has no kernel for what its simplifier makes of this.)
+    of_weight = _dot(gradient, x, (rows, rows))
     return of_x, jnp.moveaxis(of_weight, range(outputs), range(inputs, weight.ndim))
 
 
@@ -350,13 +370,12 @@ def _embed(
     embedding: Float[Array, "V D"], tokens: Int[Array, "N G T"], config: ModelConfig
 ) -> Float[Array, "N G T D"]:
     table = constrain(embedding, "vocab", None)  # gathered over fsdp, as the other weights are when used
-    return constrain(table[tokens].astype(config.dtype), "batch", None, None, None)
+    return constrain(table[tokens].astype(config.dtype).astype(jnp.float32), "batch", None, None, None)
 
 
 def _rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "..."]:
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
-    return (y * jnp.broadcast_to(weight.astype(jnp.float32), y.shape)).astype(x.dtype)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+    return x * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
 
 
 def _causal(tokens: Int[Array, "N G T"], segments: Int[Array, "N G T"] | None) -> Bool[Array, "#N #G T T"]:
@@ -405,7 +424,7 @@ def _attend(
         total = weights.sum(axis=-1, keepdims=True) + of_samples(shared.sum(axis=-1, keepdims=True))
         values = _product(weights.astype(q.dtype), own.v)
         values += of_samples(_product(shared.astype(q.dtype), context.v))
-    values = (values / total).astype(q.dtype)
+    values = values / total
     return values.reshape(N, G, K, T, R, A).transpose(0, 1, 3, 2, 4, 5)
 
 

@@ -33,7 +33,9 @@ def step_key(seed: int, stream: str, step: int) -> Key:
 
 
 def sampler_weights(params: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    """Weights as decoding wants them, once a rollout: in the compute dtype, whole over `data` and `fsdp`."""
+    """Weights as decoding wants them, once a rollout: matrices in the compute dtype, as the learner rounds
+    them, and all of them whole over `data` and `fsdp`.
+    """
 
     def gathered(sharding: NamedSharding) -> NamedSharding:
         axes = (None if axis == "fsdp" else axis for axis in sharding.spec)  # one-axis tuples become names
@@ -124,7 +126,9 @@ def chunk_prompts(
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast(params: dict[str, Any], dtype: str) -> dict[str, Any]:
-    return jax.tree.map(lambda weight: weight.astype(dtype), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, weight: weight.astype(dtype) if model.is_matrix(path) else weight, params
+    )
 
 
 _keys = jax.jit(sampling.sample_keys, static_argnames="group_size")
