@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
 
@@ -63,16 +64,17 @@ class Real(Task):
 
 
 class Marking(Task):
-    """Leaves a file for each grade, and its process id in it."""
+    """Leaves a file for each grade, with the id of its process, or of the program that it has started."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
 
     def grade(self, problem, text, finish):
         path = self.folder / f"{problem.id}"
-        path.with_suffix(".tmp").write_text(str(os.getpid()))
+        pid = subprocess.Popen(["sleep", "1000"]).pid if text == "hang with a program" else os.getpid()
+        path.with_suffix(".tmp").write_text(str(pid))
         path.with_suffix(".tmp").rename(path)
-        return super().grade(problem, text, finish) if text == "hang" else Grade(1.0, True, text)
+        return super().grade(problem, "hang", finish) if "hang" in text else Grade(1.0, True, text)
 
 
 def completions(texts):

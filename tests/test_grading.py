@@ -160,6 +160,12 @@ def test_no_process_is_left_after_the_run():
     assert all(_gone(int(text.split()[0])) for text in said)
 
 
+def test_a_kill_ends_what_the_grader_has_started(tmp_path):
+    with Graders(graders.Marking(tmp_path), workers=1, seconds=1.0) as pool:
+        assert _grade(pool, ["hang with a program", "1"]).failures == {"timeout": 1}
+        assert _gone(int((tmp_path / "0").read_text()))
+
+
 def test_an_error_of_the_run_does_not_wait_for_graders():
     def run():
         with Graders(graders.Task(), workers=1, seconds=1e6) as pool:
@@ -171,7 +177,7 @@ def test_an_error_of_the_run_does_not_wait_for_graders():
 
 
 _HANGING = """
-import pathlib, sys, time
+import sys
 import graders
 from dash_jax.grading import Graders
 if __name__ == "__main__":
@@ -200,7 +206,7 @@ def test_a_stopped_run_leaves_no_orphans(tmp_path, number):
     assert _gone(int(mark.read_text()))
 
 
-def test_a_process_that_does_not_start_stops_the_run(tmp_path, capfd):
+def test_a_process_that_does_not_start_stops_the_run(tmp_path):
     script = tmp_path / "no_guard.py"
     script.write_text(_HANGING.replace('if __name__ == "__main__":', "if True:"))
     path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
