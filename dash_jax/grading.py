@@ -73,6 +73,8 @@ class Graders:
         self._closing = False
 
     def __enter__(self) -> Graders:
+        for _ in range(self._count):
+            self._workers.append(_Worker(self._task))
         self._threads = ThreadPoolExecutor(1, "grading")
         self._supervisor = self._threads.submit(self._supervise)
         self._supervisor.add_done_callback(self._wake)
@@ -119,12 +121,7 @@ class Graders:
     # --- the thread ---
 
     def _supervise(self) -> None:
-        # Workers inherit the mask, so that Ctrl-C is the main thread's from their first moment on.
-        resource_tracker.ensure_running()  # else the first worker starts it, which would lift the mask
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for _ in range(self._count):
-                self._workers.append(_Worker(self._task))
             while not self._closing:
                 for worker in self._workers:
                     if worker.ready and not worker.chunk:
@@ -222,7 +219,13 @@ class _Worker:
         self._process = _SPAWN.Process(
             target=_work, args=(theirs, task), name="dash-jax-grading", daemon=True
         )
-        self._process.start()
+        # It inherits the mask, so that Ctrl-C is ours alone from its first moment on.
+        resource_tracker.ensure_running()  # else `start` does that, which would lift the mask
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         self.ready = False  # it has said its first word, None
         self.chunk: list[int] = []  # what it grades now
