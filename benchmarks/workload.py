@@ -8,8 +8,8 @@ import numpy as np
 
 from dash_jax import model
 from dash_jax.policy import Policy
+from dash_jax.problems import Problem
 from dash_jax.sharding import make_mesh
-from dash_jax.types import Problem
 
 SHAPES = {
     "S": {"hidden_size": 256, "layers": 8, "heads": 8, "kv_heads": 2, "mlp_size": 1024, "vocab_size": 4096},

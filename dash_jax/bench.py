@@ -28,9 +28,9 @@ from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from dash_jax.config import Config, to_yaml
+from dash_jax.errors import RunError, UserError
 from dash_jax.report import PHASE_COLORS
 from dash_jax.tracker import PHASES, read_lines
-from dash_jax.types import RunError, UserError
 
 _COUNTED = tuple(phase for phase in PHASES if phase != "evaluation")
 

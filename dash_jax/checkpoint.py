@@ -39,17 +39,21 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from dash_jax.config import Config, load, to_yaml
-from dash_jax.types import TrainState, UserError
+from dash_jax.errors import UserError
+from dash_jax.types import TrainState
 
 _log = logging.getLogger(__name__)
 
 _SEAL = "files.json"
 
 # Keys that a resumed run may change; a name that ends in a dot is a section.
-_MAY_DIFFER = ("run", "mesh.", "eval.", "rollout.memory_gb", "train.save_every", "train.keep_checkpoints")
+_MAY_DIFFER = (
+    "run", "mesh.", "eval.", "rollout.memory_gb", "reward.workers", "train.save_every",
+    "train.keep_checkpoints",
+)  # fmt: skip
 _MAY_DIFFER_OF_VERB = {
     "train": ("sft.", "train.eval_every", "train.log_samples"),
-    "sft": ("train.", "algorithm.", "learner.optimizer_batch", "optimizer.learning_rate",
+    "sft": ("train.", "reward.", "algorithm.", "learner.optimizer_batch", "optimizer.learning_rate",
             "optimizer.schedule", "rollout.prompts", "rollout.group_size", "rollout.temperature"),
 }  # fmt: skip
 

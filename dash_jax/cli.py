@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from rich.progress import Progress, TimeElapsedColumn
 
 from dash_jax import config as configuration
-from dash_jax.types import RunError, UserError
+from dash_jax.errors import RunError, UserError
 
 _EPILOG = """\
 examples:
@@ -152,6 +152,7 @@ def _eval(options: argparse.Namespace) -> None:
     if pathlib.Path(options.name).name != options.name:
         raise UserError(f"--name {options.name}: give the name of a file in the run directory, without /")
     from dash_jax import evaluate
+    from dash_jax.grading import Graders
     from dash_jax.policy import describe
     from dash_jax.report import evaluation_table
     from dash_jax.rollout import sampler_weights
@@ -163,10 +164,13 @@ def _eval(options: argparse.Namespace) -> None:
     params, origin = _weights(config, policy, start=options.start)
     console = Console(stderr=True)
     total = len(problems) * (config.eval.samples + config.eval.greedy)
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+    with (
+        Graders(task, workers=config.reward.workers, seconds=config.reward.seconds) as graders,
+        Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress,
+    ):
         bar = progress.add_task(f"eval {origin}", total=total)
         result = evaluate.evaluate(
-            sampler_weights(params, policy), policy, task, problems, config,
+            sampler_weights(params, policy), policy, graders, problems, config,
             on_completions=lambda done: progress.update(bar, completed=done),
         )  # fmt: skip
     result.summary["model"] = origin

@@ -21,7 +21,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from dash_jax.config_yaml import read_tree, yaml_lines
-from dash_jax.types import UserError
+from dash_jax.errors import UserError
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -135,6 +135,18 @@ class Rollout:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Reward:
+    """Grading, in processes of its own while the sampler goes on."""
+
+    workers: int = _key(
+        1, "grading processes; more of them where seconds_reward shows that a step waits", gt=0
+    )
+    seconds: float = _key(
+        10.0, "time for one grade, then its process is killed and the completion counts as ungraded", gt=0
+    )
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Algorithm:
     advantage: Literal["group_mean", "group_mean_std"] = _key(
         "group_mean_std", "reward minus the mean of its group, divided by the group's unbiased std or not"
@@ -234,6 +246,7 @@ class Config:
     tokenizer: Tokenizer = Field(default_factory=Tokenizer)
     task: Task = Field(default_factory=Task)
     rollout: Rollout = Field(default_factory=Rollout)
+    reward: Reward = Field(default_factory=Reward)
     algorithm: Algorithm = Field(default_factory=Algorithm)
     learner: Learner = Field(default_factory=Learner)
     optimizer: Optimizer = Field(default_factory=Optimizer)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dash_jax.types import UserError
+from dash_jax.errors import UserError
 
 
 def read_tree(path: str | pathlib.Path | None, overrides: Sequence[str]) -> dict[str, Any]:

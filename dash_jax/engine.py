@@ -32,9 +32,10 @@ from jaxtyping import Array, Bool, Float, Int
 from dash_jax import sampling
 from dash_jax.config import Engine
 from dash_jax.model import KeyValues, ModelConfig
+from dash_jax.problems import Finish
 from dash_jax.sampling import Prompts, Rows, Rule, Samples
 from dash_jax.sharding import constrain, row_ways, split_rows
-from dash_jax.types import Finish, Key
+from dash_jax.types import Key
 
 _FEWEST_ROWS = 8  # a device; with fewer a step takes no less time
 _WIDTHS = 4  # of the growing cache; each compiles
@@ -62,11 +63,12 @@ class Sampler:
         return _begin(self.params, *placed, keys, self.eos_ids, self.temperature, **self._static)
 
     def decode(self, batch: Batch, steps: int) -> tuple[sampling.Decoded, Batch]:
+        """Waits for nothing; so `slot` stays, and the caller moves it on by `taken`."""
         decoded, rows, past = _decode(
             self.params, batch.prompts, batch.rows, batch.past, jnp.int32(batch.slot),
             self.eos_ids, self.temperature, steps=steps, **self._static,
         )  # fmt: skip
-        return decoded, batch._replace(rows=rows, past=past, slot=batch.slot + int(decoded.taken))
+        return decoded, batch._replace(rows=rows, past=past)
 
 
 class Batch(NamedTuple):
@@ -78,6 +80,15 @@ class Batch(NamedTuple):
     slot: int
 
 
+class Ended(NamedTuple):
+    """Completions that have ended, in no order; `ids` are n * G + g."""
+
+    ids: Int[np.ndarray, " E"]
+    tokens: Int[np.ndarray, "E C"]
+    lengths: Int[np.ndarray, " E"]
+    finish: Int[np.ndarray, " E"]
+
+
 def generate(
     sampler: Sampler,
     prompts: Int[np.ndarray, "N P"],
@@ -86,20 +97,21 @@ def generate(
     *,
     engine: Engine,
     capacity: int,
-    on_done: Callable[[int], None] = lambda samples: None,
+    on_ended: Callable[[Ended], None] = lambda ended: None,
 ) -> Samples:
     """Samples G completions of each prompt. NumPy arrays, equal to what `sampling.sample` gives.
 
     Args:
       keys: [N, G].
       capacity: prompts, with all their samples, that fit on one device.
-      on_done: told after each segment how many completions have ended.
+      on_ended: given every completion once, soon after it has ended: while the device is busy with the
+        next segment, so that what it does costs nothing if it is quick.
     """
     N, G = keys.shape
     if G > 1 and not engine.share_prefix:
         alone = generate(
             sampler, np.repeat(prompts, G, axis=0), np.repeat(prompt_lengths, G), keys.reshape(N * G, 1),
-            engine=engine, capacity=capacity * G, on_done=on_done,
+            engine=engine, capacity=capacity * G, on_ended=on_ended,
         )  # fmt: skip
         return Samples(*(field.reshape(N, G, *field.shape[2:]) for field in alone))
 
@@ -144,9 +156,11 @@ def generate(
                     )  # fmt: skip
                     ids = moved
                 decoded, batch = sampler.decode(batch, segment)
+                book.hand_over(on_ended)  # what ended before this segment
                 book.add(ids, decoded, batch.rows)
+                batch = batch._replace(slot=batch.slot + int(decoded.taken))
             ids = book.alive(ids)
-            on_done(int(book.done.sum()))
+    book.hand_over(on_ended)
     return book.samples()
 
 
@@ -159,6 +173,7 @@ class _Book:
         self._tokens = np.zeros((samples, sampler.limit), np.int32)
         self._logprobs = np.zeros((samples, sampler.limit), np.float32)
         self.lengths, self.done = np.zeros(samples, np.int32), np.zeros(samples, bool)
+        self._handed_over = np.zeros(samples, bool)
 
     def begin(self, ids: Int[np.ndarray, "n G"], rows: Rows, logprobs: Float[Array, "n G"]) -> None:
         decoded = sampling.Decoded(rows.token[:, :, None], logprobs[:, :, None], jnp.int32(1))
@@ -180,10 +195,19 @@ class _Book:
         """`ids` with -1 for the samples that have ended."""
         return np.where((ids >= 0) & ~self.done[ids], ids, -1)
 
+    def hand_over(self, on_ended: Callable[[Ended], None]) -> None:
+        ids = np.flatnonzero(self.done & ~self._handed_over)
+        self._handed_over[ids] = True
+        if len(ids):
+            on_ended(Ended(ids, self._tokens[ids], self.lengths[ids], self._finish(ids)))
+
+    def _finish(self, ids: Int[np.ndarray, " E"]) -> Int[np.ndarray, " E"]:
+        last = self._tokens[ids, self.lengths[ids] - 1]
+        return np.where(np.isin(last, self._eos_ids), np.int32(Finish.EOS), np.int32(Finish.LENGTH))
+
     def samples(self) -> Samples:
-        last = self._tokens[np.arange(len(self.lengths)), self.lengths - 1]
-        finish = np.where(np.isin(last, self._eos_ids), int(Finish.EOS), int(Finish.LENGTH))
-        fields = (self._tokens, self._logprobs, self.lengths, finish.astype(np.int32))
+        finish = self._finish(np.arange(len(self.lengths)))
+        fields = (self._tokens, self._logprobs, self.lengths, finish)
         return Samples(*(field.reshape(*self._shape, *field.shape[1:]) for field in fields))  # type: ignore[arg-type]
 
 

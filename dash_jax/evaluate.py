@@ -11,13 +11,13 @@ import numpy as np
 
 from dash_jax import metrics
 from dash_jax.config import Config
+from dash_jax.grading import Graders
 from dash_jax.policy import Policy
-from dash_jax.rewards import score
-from dash_jax.rollout import roll_out, step_key, texts
+from dash_jax.problems import Completion, Problem
+from dash_jax.rollout import roll_out, step_key
 from dash_jax.sampling import Rule
 from dash_jax.tasks import Task
 from dash_jax.tokenization import encode_problems
-from dash_jax.types import Finish, Problem
 
 
 class Evaluation(NamedTuple):
@@ -42,7 +42,7 @@ def held_out(config: Config, task: Task, policy: Policy) -> list[Problem]:
 def evaluate(
     weights: dict[str, Any],
     policy: Policy,
-    task: Task,
+    graders: Graders,
     problems: Sequence[Problem],
     config: Config,
     on_completions: Callable[[int], None] = lambda completions: None,
@@ -62,21 +62,21 @@ def evaluate(
     summary |= {f"{name}_{kind}": None for kind in ("greedy", "sampled") for name in ("accuracy", "interval")}
     summary["pass_at"] = {}
     for kind, count, rule in kinds:
-        before = len(completions)
+        sampled = len(completions)
 
-        def on_done(samples: int, before: int = before) -> None:
-            on_completions(before + samples)
+        def on_ended(indices: Sequence[int], ended: Sequence[Completion]) -> None:
+            nonlocal sampled
+            graders.submit(indices, ended)
+            sampled += len(ended)
+            on_completions(sampled)
 
         rollout = roll_out(
             weights, policy, problems, step_key(config.seed, "eval", 0),
             group_size=count, max_new_tokens=config.rollout.max_new_tokens, temperature=settings.temperature,
-            memory_gb=config.rollout.memory_gb, engine=config.rollout.engine, rule=rule, on_done=on_done,
+            memory_gb=config.rollout.memory_gb, engine=config.rollout.engine, rule=rule, on_ended=on_ended,
         )  # fmt: skip
-        said = texts(rollout, policy)
-        finishes = [Finish(int(finish)) for finish in rollout.finish.reshape(-1)]
-        asked = [problem for problem in problems for _ in range(count)]
-        grades = score(task, asked, said, finishes).grades
-        correct = np.array([grade.correct for grade in grades]).reshape(len(problems), count)
+        scores = graders.collect()
+        correct = np.array([grade.correct for grade in scores.grades]).reshape(len(problems), count)
         summary[f"accuracy_{kind}"] = float(correct.mean())
         solved = correct.mean(axis=1).tolist()
         summary[f"interval_{kind}"] = metrics.confidence_interval(solved, seed=config.seed)
@@ -84,8 +84,8 @@ def evaluate(
             counts = [(count, int(row.sum())) for row in correct]
             passes = {str(k): metrics.mean_pass_at_k(counts, k) for k in settings.pass_at}
             summary["pass_at"] = {k: value for k, value in passes.items() if value is not None}
-        for problem, text, finish, grade, length in zip(
-            asked, said, finishes, grades, rollout.lengths.reshape(-1).tolist(), strict=True
+        for (problem, text, finish), grade, length in zip(
+            scores.completions, scores.grades, rollout.lengths.reshape(-1).tolist(), strict=True
         ):
             completions.append({
                 "id": problem.id, "source": problem.source, "kind": kind, "prompt": problem.prompt,

@@ -12,9 +12,9 @@ import math
 import pathlib
 from typing import Any, Literal, NoReturn
 
+from dash_jax.errors import UserError
 from dash_jax.model import ModelConfig
 from dash_jax.rope import Rope
-from dash_jax.types import UserError
 
 # What transformers assumes of each family where config.json says nothing.
 _FAMILIES: dict[str, dict[str, Any]] = {

@@ -19,8 +19,9 @@ from dash_jax.checkpoint import Checkpoints
 from dash_jax.config import Config, Optimizer, Schedule
 from dash_jax.losses import row_weights
 from dash_jax.policy import Policy, starting_weights
+from dash_jax.problems import Finish
 from dash_jax.sharding import row_ways
-from dash_jax.types import Finish, MicroBatches, Rollout, TrainState
+from dash_jax.types import MicroBatches, Rollout, TrainState
 
 
 def make_optimizer(

@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 
 from dash_jax import model, weights
 from dash_jax.config import Config, check_positions
+from dash_jax.errors import UserError
 from dash_jax.model import ModelConfig
 from dash_jax.sharding import make_mesh
 from dash_jax.tokenization import Tokenizer, load_tokenizer
-from dash_jax.types import UserError
 
 
 class Policy(NamedTuple):

@@ -15,8 +15,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 from rich.table import Column, Table
 
+from dash_jax.errors import UserError
 from dash_jax.tracker import PHASES, read_lines
-from dash_jax.types import UserError
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"

@@ -17,11 +17,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dash_jax import model, sampling
 from dash_jax.config import Engine
-from dash_jax.engine import SLOTS_OF_A_GROUP, Sampler, generate
+from dash_jax.engine import SLOTS_OF_A_GROUP, Ended, Sampler, generate
+from dash_jax.errors import UserError
 from dash_jax.model import ModelConfig
 from dash_jax.policy import Policy
+from dash_jax.problems import Completion, Finish, Problem
 from dash_jax.sampling import Rule
-from dash_jax.types import Key, Problem, Rollout, UserError
+from dash_jax.types import Key, Rollout
+
+# Is given places in the order of `Rollout.tokens.reshape(N * G, C)`, and what was said there.
+OnEnded = Callable[[Sequence[int], Sequence[Completion]], None]
 
 
 def step_key(seed: int, stream: str, step: int) -> Key:
@@ -58,7 +63,7 @@ def roll_out(
     max_rows: int | None = None,
     engine: Engine = Engine(),  # noqa: B008 - frozen
     rule: Rule = Rule(),  # noqa: B008 - frozen
-    on_done: Callable[[int], None] = lambda samples: None,
+    on_ended: OnEnded | None = None,
 ) -> Rollout:
     """Samples `group_size` completions of each problem; the result is in host memory (NumPy).
 
@@ -67,7 +72,7 @@ def roll_out(
       key: from `step_key`; with it, what is sampled for a problem does not depend on the others.
       memory_gb: for caches and logits of the samples under way, on each device.
       max_rows: samples under way at once on each device, but no less than one group.
-      on_done: told now and then how many completions have ended.
+      on_ended: given every completion once, soon after it has ended and while the others are sampled.
 
     Raises UserError where not even one prompt fits the budget.
     """
@@ -82,18 +87,14 @@ def roll_out(
     capacity = chunk_prompts(policy.model, width, group_size, max_new_tokens, memory_gb)
     if max_rows is not None:
         capacity = min(capacity, max(max_rows // group_size, 1))
-    samples = generate(sampler, prompts, lengths, keys, engine=engine, capacity=capacity, on_done=on_done)
+
+    def hand_over(ended: Ended) -> None:
+        if on_ended is not None:
+            on_ended(ended.ids.tolist(), _read(ended, problems, policy, group_size))
+
+    samples = generate(sampler, prompts, lengths, keys, engine=engine, capacity=capacity, on_ended=hand_over)
     fields: Any = (ids, prompts, lengths, *samples)  # NumPy, where the record says jax.Array
     return Rollout(*fields)
-
-
-def texts(rollout: Rollout, policy: Policy) -> list[str]:
-    """The completions without special tokens, in the order of `rollout.tokens.reshape(N * G, C)`."""
-    rows = rollout.tokens.reshape(-1, rollout.tokens.shape[-1])
-    return [
-        policy.tokenizer.decode(row[:length].tolist())
-        for row, length in zip(rows, rollout.lengths.reshape(-1), strict=True)
-    ]
 
 
 def padded_width(longest: int) -> int:
@@ -132,6 +133,13 @@ def _cast(params: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 _keys = jax.jit(sampling.sample_keys, static_argnames="group_size")
+
+
+def _read(ended: Ended, problems: Sequence[Problem], policy: Policy, group_size: int) -> list[Completion]:
+    return [
+        Completion(problems[index // group_size], policy.tokenizer.decode(tokens[:length]), Finish(finish))
+        for index, tokens, length, finish in zip(*(field.tolist() for field in ended), strict=True)
+    ]
 
 
 def _pad_prompts(problems: Sequence[Problem], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

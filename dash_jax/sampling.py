@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dash_jax import model
 from dash_jax.model import KeyValues, ModelConfig
+from dash_jax.problems import Finish
 from dash_jax.rope import rotation
-from dash_jax.types import Finish, Key
+from dash_jax.types import Key
 
 _BLOCK = 128  # tokens summed together in the first level of the inverse CDF
 

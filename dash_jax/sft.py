@@ -18,9 +18,11 @@ from dash_jax import learner, weights
 from dash_jax.batching import pack, padding_report
 from dash_jax.checkpoint import Checkpoints, check_same_run, write_config
 from dash_jax.config import Config
+from dash_jax.errors import UserError
 from dash_jax.learning import make_optimizer, start
 from dash_jax.losses import row_weights
 from dash_jax.policy import Policy, describe
+from dash_jax.problems import Finish, Problem
 from dash_jax.rollout import padded_width
 from dash_jax.sharding import row_ways
 from dash_jax.tasks import load_task
@@ -28,7 +30,7 @@ from dash_jax.tasks.order import batch_of
 from dash_jax.timing import Clock
 from dash_jax.tokenization import encode_problems
 from dash_jax.tracker import Tracker
-from dash_jax.types import Finish, MicroBatches, Problem, Rollout, UserError
+from dash_jax.types import MicroBatches, Rollout
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dash_jax.types import UserError
+from dash_jax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dash_jax.config import Config
-from dash_jax.types import Problem, UserError
+from dash_jax.errors import UserError
+from dash_jax.problems import Problem
 
 _log = logging.getLogger(__name__)
 

@@ -13,18 +13,21 @@ import numpy as np
 
 from dash_jax.checkpoint import Checkpoints, check_same_run, write_config
 from dash_jax.config import Config
+from dash_jax.errors import RunError
 from dash_jax.evaluate import evaluate, held_out
+from dash_jax.grading import Graders
 from dash_jax.learning import Learning
 from dash_jax.model import ModelConfig, matrix_weights
 from dash_jax.policy import describe
-from dash_jax.rewards import score
-from dash_jax.rollout import chunk_prompts, padded_width, roll_out, sampler_weights, step_key, texts
+from dash_jax.problems import Finish, Grade
+from dash_jax.rewards import Scores
+from dash_jax.rollout import chunk_prompts, padded_width, roll_out, sampler_weights, step_key
 from dash_jax.tasks import load_task
 from dash_jax.tasks.order import batch_of
 from dash_jax.timing import Clock
 from dash_jax.tokenization import encode_problems
 from dash_jax.tracker import Tracker
-from dash_jax.types import Finish, Grade, Problem, Rollout, RunError
+from dash_jax.types import Rollout
 
 
 def train(config: Config) -> None:
@@ -45,7 +48,10 @@ def train(config: Config) -> None:
     learning = Learning(config, policy)
     state, first = learning.start(checkpoints)
     write_config(run, config)
-    with Tracker(run, total_steps=config.train.steps, first_step=first, title="train") as tracker:
+    with (
+        Graders(task, workers=config.reward.workers, seconds=config.reward.seconds) as graders,
+        Tracker(run, total_steps=config.train.steps, first_step=first, title="train") as tracker,
+    ):
         clock = Clock()
         for step in range(first, config.train.steps):
             batch = [problems[i] for i in batch_of(step, config.rollout.prompts, len(problems), config.seed)]
@@ -55,15 +61,14 @@ def train(config: Config) -> None:
                 group_size=config.rollout.group_size, max_new_tokens=config.rollout.max_new_tokens,
                 temperature=config.rollout.temperature, memory_gb=config.rollout.memory_gb,
                 max_rows=config.rollout.max_rows, engine=config.rollout.engine,
+                on_ended=graders.submit,
             )  # fmt: skip
             del weights  # they may be the buffers that the update donates
             clock.lap("sampling")
 
-            said = texts(rollout, policy)
-            asked = [problem for problem in batch for _ in range(config.rollout.group_size)]
-            finishes = [Finish(int(finish)) for finish in rollout.finish.reshape(-1)]
-            grades, failures = score(task, asked, said, finishes)
-            rewards = np.array([grade.reward for grade in grades], np.float32).reshape(rollout.lengths.shape)
+            scores = graders.collect()  # most of it was graded while the others were sampled
+            rewards = np.array([grade.reward for grade in scores.grades], np.float32)
+            rewards = rewards.reshape(rollout.lengths.shape)
             clock.lap("reward")
 
             state, advantages, learned = learning.step(state, rollout, rewards)
@@ -71,19 +76,20 @@ def train(config: Config) -> None:
                 raise RunError(f"step {step}: the gradient is not finite; resume with a lower learning rate")
             clock.lap("learning")
 
-            line = _rollout_metrics(rollout, rewards, grades) | learned
-            line["ungraded"] = sum(failures.values())
+            line = _rollout_metrics(rollout, rewards, scores.grades) | learned
+            line["ungraded"] = sum(scores.failures.values())
+            line["grading_busy_seconds"] = scores.busy_seconds
             line["flops"] = _flops(policy.model, rollout, learned["computed_tokens"])
             clock.lap("other")
             if tests and (step + 1) % config.train.eval_every == 0:
                 weights = sampler_weights(state.params, policy)
-                line["eval_accuracy"] = evaluate(weights, policy, task, tests, config).accuracy
+                line["eval_accuracy"] = evaluate(weights, policy, graders, tests, config).accuracy
                 del weights
                 clock.lap("evaluation")
             seconds = clock.seconds()
             line["tokens_per_second"] = float(rollout.lengths.sum()) / seconds["seconds_sampling"]
             tracker.log(step, line | seconds)
-            records = _records(asked, said, finishes, grades, rollout, advantages)
+            records = _records(scores, rollout, advantages)
             tracker.samples(step, records[: config.train.log_samples])
             # After the log, so that no step behind a checkpoint lacks its line. Its seconds are the next
             # step's.
@@ -112,14 +118,7 @@ def _flops(described: ModelConfig, rollout: Rollout, computed_tokens: float) -> 
     return matrix_weights(described) * (2 * sampled + 6 * computed_tokens)
 
 
-def _records(
-    problems: list[Problem],
-    said: list[str],
-    finishes: list[Finish],
-    grades: list[Grade],
-    rollout: Rollout,
-    advantages: np.ndarray,
-) -> list[dict[str, Any]]:
+def _records(scores: Scores, rollout: Rollout, advantages: np.ndarray) -> list[dict[str, Any]]:
     """What samples.jsonl shows of each completion."""
     return [
         {
@@ -127,8 +126,8 @@ def _records(
             "extracted": grade.extracted, "reward": grade.reward, "advantage": advantage,
             "finish": finish.name.lower(), "tokens": tokens,
         }
-        for problem, text, grade, advantage, finish, tokens in zip(
-            problems, said, grades, advantages.reshape(-1).tolist(), finishes,
+        for (problem, text, finish), grade, advantage, tokens in zip(
+            scores.completions, scores.grades, advantages.reshape(-1).tolist(),
             rollout.lengths.reshape(-1).tolist(), strict=True,
         )
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The records that flow through one training step, in the order in which data meets them.
+"""The arrays that flow through one training step, in the order in which data meets them.
 
 Shape legend, used in every signature and as name suffix in bodies (`logits_BTV`):
 
@@ -16,44 +16,11 @@ made from lengths, never from token ids: the padding id may be a real token.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
 from jaxtyping import Array, Float, Int
-
-
-class Finish(enum.IntEnum):
-    """Why a completion ended."""
-
-    LENGTH = 0  # cut by the token limit: it has no end-of-sequence token
-    EOS = 1  # the last sampled token is an end-of-sequence token
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One question with a verifiable answer.
-
-    Example: `Problem(id=7, task="arithmetic", prompt="12+9=", answer="21")`
-    """
-
-    id: int  # unique in its split and stable between runs: random keys are made from it
-    task: str
-    prompt: str
-    answer: str
-    solution: str | None = None  # a worked answer, for supervised warm starts
-    source: str = ""  # where it came from, "file.jsonl:12", for error messages
-    prompt_ids: tuple[int, ...] = ()  # filled once, by `tokenization.encode_problems`
-
-
-class Grade(NamedTuple):
-    """The verdict on one completion. Example: `Grade(reward=1.0, correct=True, extracted="21")`"""
-
-    reward: float
-    correct: bool
-    extracted: str | None  # the answer found in the text, None when there is none
 
 
 @flax.struct.dataclass
@@ -117,11 +84,3 @@ class TrainState:
 
 
 Key = jax.Array
-
-
-class UserError(Exception):
-    """Bad configuration or input: one line with the field or file, the value and the mend. Exit code 2."""
-
-
-class RunError(Exception):
-    """A run that cannot go on, in one line. Exit code 1."""

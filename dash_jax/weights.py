@@ -28,10 +28,10 @@ from jaxtyping import Array, Float
 from safetensors import SafetensorError
 
 from dash_jax import hf_config, hf_tensors, model
+from dash_jax.errors import UserError
 from dash_jax.hf_tensors import Tensor
 from dash_jax.model import ModelConfig
 from dash_jax.tokenization import Tokenizer
-from dash_jax.types import UserError
 
 _LOG = logging.getLogger(__name__)
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -6,7 +6,7 @@ import pytest
 
 from dash_jax import bench
 from dash_jax import config as configuration
-from dash_jax.types import UserError
+from dash_jax.errors import UserError
 
 
 def config_of(**train):

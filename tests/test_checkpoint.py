@@ -22,8 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dash_jax import config as configuration
 from dash_jax.checkpoint import Checkpoints, check_same_run, write_config
+from dash_jax.errors import UserError
 from dash_jax.sharding import make_mesh, spec
-from dash_jax.types import TrainState, UserError
+from dash_jax.types import TrainState
 
 _AXES = {"embed": ("vocab", "embed"), "up": (None, "embed", "mlp"), "norm": (None,)}
 _OPTIMIZER = optax.chain(

@@ -9,7 +9,7 @@ import yaml
 
 from dash_jax import config as configuration
 from dash_jax.config import Config
-from dash_jax.types import UserError
+from dash_jax.errors import UserError
 
 _ROOT = pathlib.Path(__file__).parents[1]
 

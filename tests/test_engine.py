@@ -20,6 +20,12 @@ ALL = Engine(segment_tokens=SEGMENT)
 SWITCHES = ("share_prefix", "grow_cache", "compact", "refill")
 
 
+class _Ids:
+    """A tokenizer whose texts are the ids themselves."""
+
+    decode = staticmethod(tuple)
+
+
 @functools.cache
 def weights_on(shape):
     return rollout.sampler_weights(tiny.params(), Policy(tiny.mesh_of(*shape), None, CONFIG, ()))
@@ -29,7 +35,7 @@ def roll_out(
     problems, settings, *, fitting=PROMPTS, eos_ids=(4, 9, 11, 13), shape=(1, 1, 1), seed=0, **options
 ):
     """`fitting` prompts at once on a device. Prompts of 8 tokens or less are padded to 8."""
-    policy = Policy(tiny.mesh_of(*shape), None, CONFIG, tuple(eos_ids))
+    policy = Policy(tiny.mesh_of(*shape), _Ids(), CONFIG, tuple(eos_ids))
     one = 1 / rollout.chunk_prompts(CONFIG, 8, G, LIMIT, 1.0)
     return rollout.roll_out(
         weights_on(shape), policy, problems, rollout.step_key(seed, "train", 0), group_size=G,
@@ -137,15 +143,34 @@ def test_waiting_prompts_take_the_rows_of_finished_samples(trace):
     ],
 )
 def test_without_refill_chunks_are_equal_and_filled_up(trace, prompts, shape, fitting, sizes):
-    told = []
     roll_out(
         tiny.problems_of(LENGTHS[:prompts]), dataclasses.replace(ALL, refill=False),
-        shape=shape, fitting=fitting, on_done=told.append,
+        shape=shape, fitting=fitting,
     )  # fmt: skip
     assert [size for _, size in trace[1]] == sizes
     assert sum(real for real, _ in trace[1]) == prompts
-    assert told == sorted(told)
-    assert told[-1] == prompts * G
+
+
+@pytest.mark.parametrize("off", [None, "share_prefix", "refill"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_every_completion_is_handed_over_once_and_early(trace, off, shape):
+    problems, parts = tiny.problems_of(LENGTHS), []
+
+    def on_ended(indices, completions):
+        parts.append((len(trace[0]), indices, completions))
+
+    switched = dataclasses.replace(ALL, **({off: False} if off else {}))
+    got = roll_out(problems, switched, fitting=2, shape=shape, on_ended=on_ended)
+    tokens, lengths, finish = got.tokens.reshape(-1, LIMIT), got.lengths.reshape(-1), got.finish.reshape(-1)
+    assert sorted(index for _, indices, _ in parts for index in indices) == list(range(PROMPTS * G))
+    for _, indices, completions in parts:
+        for index, (problem, ids, ended) in zip(indices, completions, strict=True):
+            assert problem is problems[index // G]
+            assert ids == tuple(tokens[index, : lengths[index]])
+            assert ended == finish[index]
+    segments = [segments for segments, _, _ in parts]
+    assert segments == sorted(segments)
+    assert segments[0] <= 2, "as soon as the segment behind it is under way"
 
 
 @settings(max_examples=100, deadline=None)

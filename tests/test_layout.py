@@ -11,7 +11,7 @@ _ROOT = pathlib.Path(dash_jax.__file__).parent
 
 # From the bottom up: a module imports only from rows above its own in this list.
 _ROWS = (
-    {"types"},
+    {"errors", "problems", "types"},
     {"config_yaml", "rope"},
     {"config", "sharding", "timing", "losses", "advantages", "metrics"},
     {"batching", "model"},
@@ -19,7 +19,7 @@ _ROWS = (
     {"learner"},
     {"tokenization", "tasks", "hf_config", "hf_tensors"},
     {"rewards", "weights"},
-    {"policy", "checkpoint", "tracker"},
+    {"policy", "checkpoint", "tracker", "grading"},
     {"engine", "report"},
     {"rollout"},
     {"learning", "evaluate"},

@@ -17,8 +17,9 @@ from tiny import CONFIG, FAST_COMPILE, G, N, P
 from dash_jax import config as configuration
 from dash_jax import learner, learning
 from dash_jax.learner import Objective
+from dash_jax.problems import Finish
 from dash_jax.sharding import row_ways
-from dash_jax.types import Finish, MicroBatches, Rollout
+from dash_jax.types import MicroBatches, Rollout
 
 LIMIT, TEMPERATURE, BETA = 16, 0.6, 0.3
 OBJECTIVES = {

@@ -14,7 +14,8 @@ from tiny import CONFIG, C, G, N, P
 
 from dash_jax import config as configuration
 from dash_jax import learner, learning, losses, policy
-from dash_jax.types import Finish, Rollout
+from dash_jax.problems import Finish
+from dash_jax.types import Rollout
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_jax.errors import UserError
 from dash_jax.tasks.order import batch_of, permutation
-from dash_jax.types import UserError
 
 _SIZES = st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size)))
 

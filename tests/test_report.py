@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from dash_jax.errors import UserError
 from dash_jax.report import _smooth, evaluation_table, learning_curve, summary
-from dash_jax.types import UserError
 
 _BEFORE = {
     "problems": 256, "samples": 4, "accuracy_greedy": 0.25, "accuracy_sampled": 0.2,

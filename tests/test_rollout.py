@@ -14,9 +14,11 @@ from tiny import CONFIG, C, G
 
 from dash_jax import config as configuration
 from dash_jax import learning, model, rollout, sampling
+from dash_jax.engine import Ended
+from dash_jax.errors import UserError
 from dash_jax.model import KeyValues
 from dash_jax.policy import Policy
-from dash_jax.types import Finish, Problem, UserError
+from dash_jax.problems import Finish, Problem
 
 
 class Letters:
@@ -62,15 +64,17 @@ def calls(monkeypatch):
     """Replaces the engine: token c of sample g of a prompt [x, ...] is x + g + c. Keeps what it is given."""
     seen = []
 
-    def generate(sampler, prompts, lengths, keys, *, engine, capacity, on_done):
+    def generate(sampler, prompts, lengths, keys, *, engine, capacity, on_ended):
         assert keys.shape == (len(prompts), G)
         assert (sampler.eos_ids.tolist(), float(sampler.temperature), sampler.limit) == ([2], 0.5, C)
         seen.append((prompts, lengths, capacity))
         n, g, c = np.indices((len(prompts), G, C))
         tokens = (prompts[:, 0][n] + g + c).astype(np.int32)
-        finish = np.full((len(prompts), G), Finish.EOS)
-        on_done(finish.size)
-        return sampling.Samples(tokens, tokens * -0.5, C - g[..., 0], finish)
+        lengths, finish = C - g[..., 0], np.full((len(prompts), G), Finish.EOS)
+        ids = np.arange(finish.size)[::-1]
+        flat = (field.reshape(-1, *field.shape[2:])[ids] for field in (tokens, lengths, finish))
+        on_ended(Ended(ids, *flat))
+        return sampling.Samples(tokens, tokens * -0.5, lengths, finish)
 
     monkeypatch.setattr(rollout, "generate", generate)
     return seen
@@ -125,12 +129,11 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_sampled(calls)
 
 @pytest.mark.parametrize(("shape", "fitting"), [((1, 1, 1), 4), ((2, 2, 2), 1)])
 def test_the_rollout_lies_in_the_order_of_the_problems(calls, shape, fitting):
-    lengths, told = [3, 8, 1, 5, 8], []
-    got = roll_out(problems_of(lengths), shape=shape, fitting=fitting, on_done=told.append)
+    lengths = [3, 8, 1, 5, 8]
+    got = roll_out(problems_of(lengths), shape=shape, fitting=fitting)
     ((_, seen_lengths, capacity),) = calls
     assert capacity == fitting  # on each device
     assert seen_lengths.tolist() == lengths
-    assert told == [5 * G]
     assert got.problem_ids.tolist() == [100 + n for n in range(5)]
     assert got.prompt_lengths.tolist() == lengths
     n, g, c = np.indices((5, G, C))
@@ -151,16 +154,23 @@ def test_prompts_are_padded_on_the_right(calls):
 # --- texts and ids ------------------------------------------------------------------------------
 
 
-def test_texts_are_of_the_tokens_within_the_lengths_in_row_order(calls):
-    got = roll_out(problems_of([1, 1]))
-    got = dataclasses.replace(
-        got,
-        tokens=np.array(
-            [[[3, 4, 2, 3], [5, 2, 4, 4], [4, 4, 4, 4]], [[2, 3, 3, 3], [3, 3, 2, 3], [0, 5, 5, 5]]]
-        ),
-        lengths=np.array([[3, 2, 4], [1, 3, 1]]),
+def test_texts_are_of_the_tokens_within_the_lengths(monkeypatch):
+    ended = Ended(
+        np.array([4, 0, 3]),
+        tokens=np.array([[3, 4, 2, 3], [5, 2, 4, 4], [0, 5, 5, 5]]),
+        lengths=np.array([3, 2, 1]),
+        finish=np.array([Finish.EOS, Finish.EOS, Finish.LENGTH]),
     )
-    assert rollout.texts(got, policy_on()) == ["ab", "ab", "bbbb", "", "aa", "?"]
+    monkeypatch.setattr(rollout, "generate", lambda *_, on_ended, **__: on_ended(ended) or ([],) * 4)
+    problems, seen = problems_of([1, 1]), []
+    roll_out(problems, on_ended=lambda *ended: seen.append(ended))
+    ((indices, completions),) = seen
+    assert indices == [4, 0, 3]
+    assert completions == [
+        (problems[1], "ab", Finish.EOS),
+        (problems[0], "ab", Finish.EOS),
+        (problems[1], "?", Finish.LENGTH),
+    ]
 
 
 def test_ids_are_never_encoded_again_case_34(calls, monkeypatch):
@@ -169,9 +179,9 @@ def test_ids_are_never_encoded_again_case_34(calls, monkeypatch):
     tokens = np.zeros((2, G, C), np.int32)
     tokens[..., :3] = [3, 4, 2]
     got = dataclasses.replace(got, tokens=tokens, lengths=np.full((2, G), 3, np.int32))
-    policy = policy_on()
-    assert rollout.texts(got, policy) == ["ab"] * 6
-    assert policy.tokenizer.encode("ab") == [5]
+    letters = policy_on().tokenizer
+    assert letters.decode([3, 4, 2]) == "ab"
+    assert letters.encode("ab") == [5]
     monkeypatch.setattr(Letters, "encode", None)  # nobody may even try
     settings = configuration.from_dict({
         "rollout": {"prompts": 2, "group_size": G, "max_prompt_tokens": 8, "max_new_tokens": C},

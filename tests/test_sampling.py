@@ -15,8 +15,8 @@ from tiny import CONFIG, NO_EOS, C, G, N, P
 
 from dash_jax import rollout, sampling
 from dash_jax.policy import Policy
+from dash_jax.problems import Finish, Problem
 from dash_jax.sampling import Rule
-from dash_jax.types import Finish, Problem
 
 TRAINING = Rule()
 JITTED_DRAW = jax.jit(sampling.draw)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_jax import config
+from dash_jax.errors import UserError
+from dash_jax.problems import Finish, Problem
 from dash_jax.tasks import load_task
 from dash_jax.tasks.arithmetic import _columns
 from dash_jax.tokenization import CharacterTokenizer
-from dash_jax.types import Finish, Problem, UserError
 
 _DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 _needs_data = pytest.mark.skipif(not _DATA.exists(), reason="no shared data")

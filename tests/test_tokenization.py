@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_jax import config
+from dash_jax.errors import UserError
+from dash_jax.problems import Problem
 from dash_jax.tokenization import (
     CharacterTokenizer,
     Dropped,
@@ -18,7 +20,6 @@ from dash_jax.tokenization import (
     encode_problems,
     load_tokenizer,
 )
-from dash_jax.types import Problem, UserError
 
 _SHARED = pathlib.Path(__file__).parents[2] / "shared" / "tokenizers"
 _needs_shared = pytest.mark.skipif(not _SHARED.exists(), reason="no shared tokenizers")

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
+from dash_jax.problems import Finish
 from dash_jax.tracker import Tracker, describe, read_lines
-from dash_jax.types import Finish
 
 _LINE = {
     "reward": 0.53125, "accuracy": 0.5, "kept_share": 0.625, "length": 41.25, "truncated": 0.03125,

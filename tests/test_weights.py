@@ -18,10 +18,10 @@ from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file, save_file
 
 from dash_jax import hf_config, hf_tensors, model, rope, weights
+from dash_jax.errors import UserError
 from dash_jax.model import Context, KeyValues, ModelConfig
 from dash_jax.sharding import AXES, make_mesh
 from dash_jax.tokenization import CharacterTokenizer, HuggingFaceTokenizer
-from dash_jax.types import UserError
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))

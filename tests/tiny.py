@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 
 from dash_jax import model, sampling
 from dash_jax.model import ModelConfig
+from dash_jax.problems import Problem
 from dash_jax.sharding import AXES
-from dash_jax.types import Problem
 
 CONFIG = ModelConfig(
     vocab_size=40, known_ids=37, hidden_size=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp_size=48,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from dash_jax import config
+from dash_jax.problems import Finish, Grade, Problem
 from dash_jax.tasks.arithmetic import ArithmeticTask
 from dash_jax.tasks.math_problems import MathTask
-from dash_jax.types import Finish, Grade, Problem
 
 
 class Task(Protocol):

@@ -32,9 +32,10 @@ import numpy as np
 from jaxtyping import Int
 
 from dash_jax import config
+from dash_jax.errors import UserError
+from dash_jax.problems import Finish, Grade, Problem
 from dash_jax.tasks.answers import after_mark, extract, matches
 from dash_jax.tasks.order import permutation
-from dash_jax.types import Finish, Grade, Problem, UserError
 
 _OPERANDS = {1: (1, 9), 2: (10, 99), 3: (100, 999)}  # smallest and largest; level 5 chains those of level 2
 _FEW_SHOT = "3 + 5 = 8\n12 - 4 = 8\n6 * 2 = 12\n9 + 1 = 10\n"

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dash_jax import config
+from dash_jax.errors import UserError
+from dash_jax.problems import Finish, Grade, Problem
 from dash_jax.tasks import answers
-from dash_jax.types import Finish, Grade, Problem, UserError
 
 _FILE_ENDINGS = (".jsonl", ".json", ".ndjson")
 

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from jaxtyping import Int
 
-from dash_jax.types import UserError
+from dash_jax.errors import UserError
 
 
 def permutation(size: int, *key: int | str) -> Int[np.ndarray, " size"]:
