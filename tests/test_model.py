@@ -136,7 +136,8 @@ def test_bfloat16_products_have_float32_sums():
     assert 1e-4 < np.abs(hidden - expected).max() < 0.1
     scores = model.logits(PARAMS, config, hidden)
     assert scores.dtype == jnp.float32
-    exact = np.asarray(hidden.astype(jnp.bfloat16), np.float64) @ np.asarray(PARAMS["head"].astype(jnp.bfloat16), np.float64)
+    rounded = (np.asarray(x.astype(jnp.bfloat16), np.float64) for x in (hidden, PARAMS["head"]))
+    exact = np.matmul(*rounded)
     np.testing.assert_allclose(scores[..., :40], exact[..., :40], atol=1e-5)  # no rounding of the sums
     gradients = jax.eval_shape(lambda params: jax.grad(loss)(params, config), PARAMS)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradients))

@@ -75,13 +75,23 @@ def problems_of(lengths, seed=0):
 _keys = jax.jit(sampling.sample_keys, static_argnums=2)
 
 
-def sample(prompts, lengths, *, seed=0, eos_ids=(NO_EOS,) * 3, temperature=1.0, rule=TRAINING, past=None):
+def sample(
+    prompts,
+    lengths,
+    *,
+    seed=0,
+    eos_ids=(NO_EOS,) * 3,
+    temperature=1.0,
+    rule=TRAINING,
+    past=None,
+    config=CONFIG,
+):
     """`sampling.sample` of the tiny model in the shapes above; (samples as NumPy, buffers)."""
     keys = _keys(jax.random.key(seed), np.arange(N), G)
-    past = sampling.empty_past(CONFIG, N, G, C) if past is None else past
+    past = sampling.empty_past(config, N, G, C) if past is None else past
     samples, past = sampling.sample(
         params(), jnp.asarray(prompts), jnp.asarray(lengths), keys, jnp.asarray(eos_ids, jnp.int32),
-        jnp.float32(temperature), past, config=CONFIG, rule=rule,
+        jnp.float32(temperature), past, config=config, rule=rule,
     )  # fmt: skip
     return jax.tree.map(np.asarray, samples), past
 
