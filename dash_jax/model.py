@@ -332,11 +332,11 @@ def _project_backward(
     of_x = _dot(gradient, back, outputs)
     if flipped:
         return of_x, _dot(gradient, x, (rows, rows))
-    if x.size <= gradient.size or dtype != "float32":
+    if x.size <= gradient.size:
         return of_x, _dot(x, gradient, (rows, rows))
     # A product over rows makes XLA:CPU write out its left side transposed; better the narrower of the two.
-    # (In bfloat16 it has no kernel for what its simplifier makes of this.)
-    of_weight = _dot(gradient, x, (rows, rows))
+    # The barrier keeps it from making one product of this, for which it has no bfloat16 kernel.
+    of_weight = jax.lax.optimization_barrier(_dot(gradient, x, (rows, rows)))
     return of_x, jnp.moveaxis(of_weight, range(outputs), range(inputs, weight.ndim))
 
 
