@@ -35,12 +35,15 @@ from dash_jax.tracker import PHASES, read_lines
 _COUNTED = tuple(phase for phase in PHASES if phase != "evaluation")
 
 
-def arms(config: Config, *, small_prompts: int) -> dict[str, Config]:
+def arms(
+    config: Config, *, small_prompts: int, small_learning_rate: float | None = None
+) -> dict[str, Config]:
     """The config, and what it is compared with.
 
     `grpo_paper` is the baseline of the DASH paper as its scripts run it: one update for each small sampling
-    batch, no filter, a third of DASH's learning rate. `grpo_matched` has DASH's optimizer batch, updates and
-    learning rate, and samples a micro-batch at a time, without filter. `dash_nofilter` samples in one batch.
+    batch, no filter, a third of DASH's learning rate unless another is given. `grpo_matched` has DASH's
+    optimizer batch, updates and learning rate, and samples a micro-batch at a time, without filter.
+    `dash_nofilter` samples in one batch.
     """
     rollout, train = config.rollout, config.train
     if rollout.prompts % small_prompts:
@@ -71,7 +74,10 @@ def arms(config: Config, *, small_prompts: int) -> dict[str, Config]:
                 optimizer_batch=None,
                 micro_batch=min(micro_batch, small_prompts * rollout.group_size),
             ),
-            optimizer=changed(config.optimizer, learning_rate=config.optimizer.learning_rate / 3),
+            optimizer=changed(
+                config.optimizer,
+                learning_rate=small_learning_rate or config.optimizer.learning_rate / 3,
+            ),
             train=changed(
                 train,
                 steps=train.steps * split,
@@ -89,13 +95,19 @@ def arms(config: Config, *, small_prompts: int) -> dict[str, Config]:
 
 
 def bench(
-    config: Config, *, names: Sequence[str] | None, seeds: Sequence[int], target: float, small_prompts: int
+    config: Config,
+    *,
+    names: Sequence[str] | None,
+    seeds: Sequence[int],
+    target: float,
+    small_prompts: int,
+    small_learning_rate: float | None = None,
 ) -> pathlib.Path:
     """Runs the arms one after another; writes bench.json and bench.html into `config.run`, prints a table.
 
     What is finished already is not run again.
     """
-    every = arms(config, small_prompts=small_prompts)
+    every = arms(config, small_prompts=small_prompts, small_learning_rate=small_learning_rate)
     unknown = [name for name in names or () if name not in every]
     if unknown:
         raise UserError(f"--arms: there is no {unknown[0]!r}; take of {', '.join(every)}")

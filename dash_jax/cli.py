@@ -118,6 +118,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="prompts an update of grpo_paper (default: 2)",
     )
+    sub.add_argument(
+        "--small-learning-rate",
+        type=float,
+        metavar="RATE",
+        help="of grpo_paper (default: a third of optimizer.learning_rate, as in the paper)",
+    )
+    with_config(
+        "profile", _profile, "trace one training step for TensorBoard or XProf; print its largest costs"
+    )
     with_config("config", _config, "print the resolved config with the meaning of every key")
     sub = verb(
         "report", _report, "draw a run's learning curve; with two evaluations, print and write their summary"
@@ -203,6 +212,8 @@ def _bench(options: argparse.Namespace) -> None:
 
     if options.small_prompts < 1:
         raise UserError(f"--small-prompts {options.small_prompts}: give 1 or more")
+    if options.small_learning_rate is not None and options.small_learning_rate <= 0:
+        raise UserError(f"--small-learning-rate {options.small_learning_rate}: give a number above 0")
     if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
         raise UserError(f"--seeds {options.seeds}: give whole numbers with commas, like 0,1,2")
     page = bench(
@@ -211,8 +222,20 @@ def _bench(options: argparse.Namespace) -> None:
         seeds=[int(seed) for seed in options.seeds.split(",")],
         target=options.target,
         small_prompts=options.small_prompts,
+        small_learning_rate=options.small_learning_rate,
     )
     print(f"done: {page}, {page.with_suffix('.json')}")
+
+
+def _profile(options: argparse.Namespace) -> None:
+    config = configuration.load(options.config, options.overrides)
+    from dash_jax.profile import profile, table
+
+    console = Console(stderr=True)
+    with console.status("three steps, of which the first compiles and the last is traced"):
+        result = profile(config)
+    Console().print(table(result))
+    print(f"trace: {result.folder} (tensorboard --logdir {result.folder}, with tensorboard-plugin-profile)")
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -174,6 +174,7 @@ def unstack(tree: Any, layers: int) -> list[Any]:
     return [jax.tree.map(lambda leaf, i=i: leaf[i], tree) for i in range(layers)]
 
 
+@jax.named_scope("logits")
 def logits(
     params: dict[str, Any], config: ModelConfig, hidden: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows V"]:
@@ -278,7 +279,8 @@ class Block(nn.Module):
         bias: bool,
     ) -> Float[Array, "..."]:
         weight = _weight(self, name, inputs + outputs, input_axes + output_axes)
-        y = _project(x, weight, len(inputs), self.config.dtype)
+        with jax.named_scope(name):
+            y = _project(x, weight, len(inputs), self.config.dtype)
         if bias:
             b = _weight(self, f"{name}_bias", outputs, output_axes, nn.initializers.zeros)
             y = y + jnp.broadcast_to(b.astype(y.dtype), y.shape)
@@ -385,6 +387,7 @@ def _causal(tokens: Int[Array, "N G T"], segments: Int[Array, "N G T"] | None) -
     return causal if segments is None else causal & (segments[..., None, :] == segments[..., :, None])
 
 
+@jax.named_scope("attention")
 def _attend(
     q: Float[Array, "N G T K R A"],
     own: KeyValues,

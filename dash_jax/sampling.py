@@ -244,6 +244,7 @@ def _uniforms(key: Key) -> Float[Array, " 2"]:
     return jax.random.uniform(key, (2,)) + 2.0**-24
 
 
+@jax.named_scope("draw")
 def draw(
     logits: Float[Array, "*rows V"], uniforms: Float[Array, "*rows 2"]
 ) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:

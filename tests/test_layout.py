@@ -24,6 +24,7 @@ _ROWS = (
     {"rollout"},
     {"learning", "evaluate"},
     {"sft", "trainer", "bench"},
+    {"profile"},
     {"cli"},
     {"__main__"},
 )
