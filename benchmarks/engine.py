@@ -88,8 +88,8 @@ def show(options: argparse.Namespace, rates: dict[str, float]) -> None:
     length = f"mean length {options.mean_length:g} of" if options.mean_length else "length"
     rows = f", {options.max_rows} rows at once" if options.max_rows else ""
     table = Table(
-        title=f"sampling, model {options.model}, {options.prompts} × {options.group_size}, {length} "
-        f"{options.new_tokens}{rows}, jax {jax.__version__}"
+        title=f"sampling, model {options.model}, {options.dtype}, {options.prompts} × {options.group_size}, "
+        f"{length} {options.new_tokens}{rows}, jax {jax.__version__}"
     )
     for column in ("engine", "tokens/s", "to plain"):
         table.add_column(column, justify="left" if column == "engine" else "right")

@@ -1,15 +1,17 @@
 """Seconds of one DASH step, split into sampling and learning, on random weights.
 
     python benchmarks/step.py --model S [--json FILE]
+    python benchmarks/step.py --model S --dtype bfloat16
     python benchmarks/step.py --model S --constant-groups 0.5     # half of the groups carry no signal
     python benchmarks/step.py --model S --mean-length 40          # answers end by themselves
     python benchmarks/step.py --model S --without grow_cache,compact
 
 16 prompts of 48 tokens, 8 completions of exactly 128 tokens each (no end-of-sequence token), float32.
 With `--mean-length` some ids of the vocabulary end a completion, so that lengths are geometric, cut at the
-limit. The reward is a rule on token ids, so nothing but the sampler and the learner takes time. The median
-of `--repeats` steps is printed and the fastest beside it; the first step, which compiles, is shown apart
-and the second left out.
+limit. With `--dtype bfloat16` products take bfloat16 and add in float32; everything else is float32. The
+reward is a rule on token ids, so nothing but the sampler and the learner takes time. The median of
+`--repeats` steps is printed and the fastest beside it; the first step, which compiles, is shown apart and the
+second left out.
 """
 
 from __future__ import annotations
@@ -126,7 +128,10 @@ def summary(options: argparse.Namespace, steps: list[dict[str, float]]) -> dict[
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"one step, model {result['model']}, {result['devices']}, jax {result['jax']}")
+    dtype = result["options"]["dtype"]
+    table = Table(
+        title=f"one step, model {result['model']}, {dtype}, {result['devices']}, jax {result['jax']}"
+    )
     for column in ("", "median", "fastest"):
         table.add_column(column, justify="left" if not column else "right")
     for phase in ("step", "sampling", "learning"):

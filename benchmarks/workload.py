@@ -23,6 +23,9 @@ def workload_parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=SHAPES, default="S")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the matrix products"
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -39,6 +42,7 @@ def random_policy(options: argparse.Namespace, remat: str) -> Policy:
         known_ids=shape["vocab_size"],
         head_size=shape["hidden_size"] // shape["heads"],
         qkv_bias=True,
+        dtype=options.dtype,
         remat=remat,  # type: ignore[arg-type]
     )
     # No id stops where every completion shall have the full length. No tokenizer: nothing is decoded.
