@@ -46,7 +46,7 @@ class Model:
     mlp_size: int = _key(512, "built-in model: MLP width", gt=0)
     max_positions: int = _key(1024, "built-in model: longest prompt plus completion", gt=0)
     dtype: Literal["float32", "bfloat16"] = _key(
-        "float32", "compute type; weights, moments, logits and loss are float32 always"
+        "float32", "what matrix products take; their sums and everything else are float32"
     )
     remat: Literal["none", "dots", "full"] = _key(
         "full", "what a layer's backward pass recomputes: nothing, all but matrix products, everything"
