@@ -100,25 +100,26 @@ def take_step(
     clock: Clock,
 ) -> tuple[TrainState, Step]:
     """One step of DASH; `state` is donated."""
-    batch = [problems[i] for i in batch_of(step, config.rollout.prompts, len(problems), config.seed)]
-    weights = sampler_weights(state.params, policy)
-    rollout = roll_out(
-        weights, policy, batch, step_key(config.seed, "train", step),
-        group_size=config.rollout.group_size, max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature, memory_gb=config.rollout.memory_gb,
-        max_rows=config.rollout.max_rows, engine=config.rollout.engine, on_ended=graders.submit,
-    )  # fmt: skip
-    del weights  # they may be the buffers that the update donates
-    clock.lap("sampling")
+    with clock.phase("sampling"):
+        batch = [problems[i] for i in batch_of(step, config.rollout.prompts, len(problems), config.seed)]
+        weights = sampler_weights(state.params, policy)
+        rollout = roll_out(
+            weights, policy, batch, step_key(config.seed, "train", step),
+            group_size=config.rollout.group_size, max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature, memory_gb=config.rollout.memory_gb,
+            max_rows=config.rollout.max_rows, engine=config.rollout.engine, on_ended=graders.submit,
+        )  # fmt: skip
+        del weights  # they may be the buffers that the update donates
 
-    scores = graders.collect()  # most of it was graded while the others were sampled
-    rewards = np.array([grade.reward for grade in scores.grades], np.float32).reshape(rollout.lengths.shape)
-    clock.lap("reward")
+    with clock.phase("reward"):
+        scores = graders.collect()  # most of it was graded while the others were sampled
+        rewards = np.array([grade.reward for grade in scores.grades], np.float32)
+        rewards = rewards.reshape(rollout.lengths.shape)
 
-    state, advantages, learned = learning.step(state, rollout, rewards)
-    if not np.isfinite(learned["gradient_norm"]):
-        raise RunError(f"step {step}: the gradient is not finite; resume with a lower learning rate")
-    clock.lap("learning")
+    with clock.phase("learning"):
+        state, advantages, learned = learning.step(state, rollout, rewards)
+        if not np.isfinite(learned["gradient_norm"]):
+            raise RunError(f"step {step}: the gradient is not finite; resume with a lower learning rate")
     return state, Step(rollout, scores, rewards, advantages, learned)
 
 
