@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
+from workload import DTYPES
 
 _SIZE = 1024
 
@@ -23,40 +24,58 @@ def main() -> None:
     table = Table(title=f"{jax.device_count()} {jax.devices()[0].device_kind}, jax {jax.__version__}")
     table.add_column("")
     table.add_column("fastest", justify="right")
-    for dtype in ("float32", "bfloat16"):
-        table.add_row(f"{_SIZE}² matrix product, {dtype}", f"{product_gflops(dtype):,.0f} GFLOP/s")
-    table.add_row("copy, read and written", f"{copy_gigabytes():,.1f} GB/s")
+    limits = measure()
+    for dtype in DTYPES:
+        table.add_row(f"{_SIZE}² matrix product, {dtype}", f"{limits[dtype]:,.0f} GFLOP/s")
+    table.add_row("copy, read and written", f"{limits['copy']:,.1f} GB/s")
     Console().print(table)
+
+
+def measure() -> dict[str, float]:
+    """GFLOP/s of products by dtype, GB/s of a copy."""
+    return {dtype: product_gflops(dtype) for dtype in DTYPES} | {"copy": copy_gigabytes()}
+
+
+def best(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: max(limits[name] for limits in rounds) for name in rounds[0]}
+
+
+def words(limits: dict[str, float]) -> str:
+    """The limits as the caption of a table."""
+    products = ", ".join(f"{limits[dtype]:,.0f} {dtype}" for dtype in DTYPES)
+    return f"limits: {_SIZE}² products, GFLOP/s: {products}; copy, GB/s: {limits['copy']:,.1f}"
 
 
 def product_gflops(dtype: str) -> float:
     """GFLOP/s of a square product with float32 sums."""
     a = jnp.ones((_SIZE, _SIZE), dtype)
-    multiply = jax.jit(lambda a: jnp.matmul(a, a, preferred_element_type=jnp.float32))
-    return 2 * _SIZE**3 / fastest(lambda: multiply(a)) / 1e9
+    return 2 * _SIZE**3 / fastest(lambda: _multiply(a)) / 1e9
 
 
 def copy_gigabytes() -> float:
     """GB/s, bytes read plus bytes written, of 256 MB into a buffer that exists."""
     a = jnp.ones(64 * 2**20, jnp.float32)
-    add = jax.jit(lambda a: a + 1.0, donate_argnums=0)
-    best = float("inf")
+    seconds = float("inf")
     for _ in range(8):
         start = time.perf_counter()
-        a = jax.block_until_ready(add(a))
-        best = min(best, time.perf_counter() - start)
-    return 2 * a.nbytes / best / 1e9
+        a = jax.block_until_ready(_copy(a))
+        seconds = min(seconds, time.perf_counter() - start)
+    return 2 * a.nbytes / seconds / 1e9
+
+
+_multiply = jax.jit(lambda a: jnp.matmul(a, a, preferred_element_type=jnp.float32))
+_copy = jax.jit(lambda a: a + 1.0, donate_argnums=0)  # into itself, as donated caches are
 
 
 def fastest(run: Callable[[], Any], repeats: int = 20) -> float:
     """Seconds of the fastest of some calls, after one that compiles."""
     jax.block_until_ready(run())
-    best = float("inf")
+    seconds = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        best = min(best, time.perf_counter() - start)
-    return best
+        seconds = min(seconds, time.perf_counter() - start)
+    return seconds
 
 
 if __name__ == "__main__":

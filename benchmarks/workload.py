@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
+import jax
 import numpy as np
 
 from dash_jax import model
@@ -16,6 +19,7 @@ SHAPES = {
     "M": {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 2, "mlp_size": 2048, "vocab_size": 32000},
 }
 PROMPT_TOKENS = 48
+DTYPES = ("float32", "bfloat16")
 
 
 def workload_parser(description: str | None) -> argparse.ArgumentParser:
@@ -23,9 +27,7 @@ def workload_parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=SHAPES, default="S")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the matrix products"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the matrix products")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -33,6 +35,18 @@ def workload_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     return parser
+
+
+def numbers(text: str) -> list[int]:
+    """`8,32` -> [8, 32], for options."""
+    return [int(part) for part in text.split(",")]
+
+
+def write(options: argparse.Namespace, results: Any) -> None:
+    if options.json:
+        document = {"options": vars(options), "results": results, "jax": jax.__version__}
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=2)
 
 
 def random_policy(options: argparse.Namespace, remat: str) -> Policy:
