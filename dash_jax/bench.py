@@ -169,6 +169,7 @@ def table(document: dict[str, Any]) -> Table:
     columns = (
         "arm",
         "to target",
+        "× dash",
         "total",
         "sampling",
         "learning",
@@ -179,19 +180,26 @@ def table(document: dict[str, Any]) -> Table:
     )
     for column in columns:
         result.add_column(column, justify="left" if column == "arm" else "right")
+
+    def reaching(name: str) -> list[float]:
+        times = (run["seconds_to_target"] for run in runs if run["arm"] == name)
+        return [seconds for seconds in times if seconds is not None]
+
     for name in names:
         mine = [run for run in runs if run["arm"] == name]
 
         def mean(read: Callable[[dict[str, Any]], float], mine: list[dict[str, Any]] = mine) -> float:
             return statistics.fmean(read(run) for run in mine)
 
-        reached = [run["seconds_to_target"] for run in mine if run["seconds_to_target"] is not None]
+        reached, of_dash = reaching(name), reaching("dash")
         to_target = f"{statistics.fmean(reached):.0f}" if reached else "never"
         if 0 < len(reached) < len(mine):
             to_target += f" ({len(reached)} of {len(mine)})"
+        both = reached and of_dash
         result.add_row(
             name,
             to_target,
+            f"{statistics.fmean(reached) / statistics.fmean(of_dash):.1f}" if both else "",
             f"{mean(lambda run: run['seconds_total']):.0f}",
             f"{mean(lambda run: run['seconds_by_phase']['sampling']):.0f}",
             f"{mean(lambda run: run['seconds_by_phase']['learning']):.0f}",

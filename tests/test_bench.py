@@ -73,14 +73,22 @@ def test_compilation_and_evaluation_do_not_count():
 
 def test_table_and_page_of_several_seeds():
     runs = [
-        {"arm": arm, "seed": seed, **bench.measured([line(9, 9), line(1, 2, 0.5 + 0.1 * seed)], 0.6, 200.0)}
-        for arm in ("grpo_paper", "dash")
+        {
+            "arm": arm,
+            "seed": seed,
+            **bench.measured([line(9, 9), line(slow * 1.5, slow * 2, 0.5 + 0.1 * seed)], 0.6, 200.0),
+        }
+        for arm, slow in (("grpo_paper", 2.0), ("dash", 1.0))
         for seed in (0, 1)
     ]
     document = {"target": 0.6, "seeds": [0, 1], "runs": runs}
     page = bench._page(json.loads(json.dumps(document)))
     assert page.count("data:image/svg+xml;base64,") == 2
     assert "(1 of 2)" in page  # seeds that reached the target
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[3].strip() for line in page.splitlines() if "│" in line
+    }
+    assert rows == {"grpo_paper": "1.3", "dash": "1.0"}  # (26 - 5.5) / (22.5 - 7.25) seconds
     assert "55.0% ± 63.5" in page  # Student's 12.71 × 0.0707 / sqrt(2)
     assert "http" not in page.replace("http://www.w3.org", "")
 
