@@ -176,11 +176,13 @@ def test_an_error_of_the_run_does_not_wait_for_graders():
         run()
 
 
+# A shell starts what it puts in the background with SIGINT ignored; these shall hear it all the same.
 _HANGING = """
-import sys
+import signal, sys
 import graders
 from dash_jax.grading import Graders
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Graders(graders.Marking(sys.argv[1]), workers=1, seconds=1e6) as pool:
         pool.submit([0], graders.completions(["hang"]))
         pool.collect()
@@ -200,7 +202,10 @@ def test_a_stopped_run_leaves_no_orphans(tmp_path, number):
         while not mark.exists() and time.monotonic() < end and run.poll() is None:
             time.sleep(0.02)
         os.killpg(run.pid, number)  # as a terminal does
-        _, words = run.communicate(timeout=_PATIENCE)  # until the last process has closed standard error
+        try:
+            _, words = run.communicate(timeout=_PATIENCE)  # until the last process has closed standard error
+        finally:
+            run.kill()  # else leaving the block would wait for it forever
     assert run.returncode == -number
     assert words.count("Traceback") == (number == signal.SIGINT), words
     assert _gone(int(mark.read_text()))
