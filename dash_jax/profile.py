@@ -32,6 +32,7 @@ from dash_jax.trainer import take_step, training_problems
 
 # The first step compiles, the second what the sampler's buffers of the first were not there for.
 _WARM_UP = 2
+_COMPILATION_CACHE = "jax_enable_compilation_cache"  # an attribute that not every JAX's stubs know
 _CONTAINERS = ("while", "conditional", "call")  # opcodes: only what they contain takes time
 _PROGRAMS = {"jit_begin": "prefill", "jit__move": "compaction", "jit_update": ""}  # where names say little
 
@@ -58,12 +59,12 @@ class Profile(NamedTuple):
 @contextlib.contextmanager
 def _everything_compiled_here() -> Iterator[None]:
     """No compilation cache: a program that comes from it has another id in the trace than its module has."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    before = getattr(jax.config, _COMPILATION_CACHE)
+    jax.config.update(_COMPILATION_CACHE, False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update(_COMPILATION_CACHE, before)
 
 
 @_everything_compiled_here()
