@@ -1,4 +1,4 @@
-"""Every test runs under strict JAX, on 8 fake CPU devices, with runtime shape checks."""
+"""Every test runs under strict JAX, on 8 fake CPU devices, with runtime shape checks and the same examples."""
 
 import os
 
@@ -8,8 +8,14 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
 
+import hypothesis
 import jax
 from jaxtyping import install_import_hook
+
+# Fresh examples in each run would find, once in hundreds of runs, weights for which rounding alone moves a
+# log-prob above a tolerance, and a suite that passed would fail unchanged.
+hypothesis.settings.register_profile("deterministic", derandomize=True)
+hypothesis.settings.load_profile("deterministic")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
