@@ -1,4 +1,4 @@
-"""Every test runs under strict JAX, on 8 fake CPU devices, with runtime shape checks and the same examples."""
+"""Every test runs under strict JAX, on 8 fake CPU devices, with shape checks, on the same examples."""
 
 import os
 
